@@ -1,0 +1,25 @@
+"""The exact arithmetic as one set of operations, under the names that the transformer calls."""
+
+import numpy as np
+
+from kdtr_cli.reference.arith import (
+    argmax,
+    linear,
+    log_softmax,
+    order,
+    pack,
+    rms_norm,
+    sigmoid,
+    softmax,
+    swiglu,
+)
+from kdtr_cli.reference.arith import sum128 as total
+from kdtr_cli.reference.attention import attend, rotate
+
+__all__ = ["argmax", "attend", "cast", "linear", "log_softmax", "order", "pack", "rms_norm", "rotate", "sigmoid"]
+__all__ += ["softmax", "swiglu", "total"]
+
+
+def cast(x: object) -> np.ndarray:
+    """x as float32, rounded once."""
+    return np.asarray(x, np.float32)

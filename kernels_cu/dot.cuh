@@ -1,0 +1,106 @@
+// dot.cuh: dot products in the contract's order (rules 3 and 4), the inner loop of every matrix product and score.
+//
+// Element k of a sum belongs to lane (k / 4) mod 128. Quad q = k / 4 is loaded as one float4; VEC says that every row
+// starts on 16 bytes and K is a multiple of 4, else a quad is four guarded loads (+0 past the end adds nothing).
+//
+//   warp_dots: one warp, four accumulators a lane           quads  0..31 -> accumulator 0, 32..63 -> 1, 64..95 -> 2, ...
+//   block_dots: four warps, one accumulator a lane          warp g is group g; partial sums meet in shared memory
+//
+// Both give (g0 + g1) + (g2 + g3) per block of 8192 elements, so a kernel chooses by speed alone.
+#pragma once
+#include "common.cuh"
+
+template <bool VEC> __device__ __forceinline__ float4 load_quad(const float* p, int q, int k_size) {
+  if (VEC) return ((const float4*)p)[q];
+  const int k = 4 * q;
+  float4 v = {0.f, 0.f, 0.f, 0.f};
+  v.x = p[k];
+  if (k + 1 < k_size) v.y = p[k + 1];
+  if (k + 2 < k_size) v.z = p[k + 2];
+  if (k + 3 < k_size) v.w = p[k + 3];
+  return v;
+}
+
+// Weights are read once: past the first-level cache where the device can.
+template <bool VEC> __device__ __forceinline__ float4 stream_quad(const float* p, int q, int k_size) {
+#ifdef KDTR_CPU
+  return load_quad<VEC>(p, q, k_size);
+#else
+  if (VEC) return __ldcs((const float4*)p + q);
+  return load_quad<false>(p, q, k_size);
+#endif
+}
+
+__device__ __forceinline__ float add_products(float s, float4 a, float4 b) {
+  s = s + a.x * b.x;
+  s = s + a.y * b.y;
+  s = s + a.z * b.z;
+  return s + a.w * b.w;
+}
+
+// total[r * M + m] = dot(w[r], x[m]) over k_size elements, for R rows w and M rows x; every lane gets all results.
+template <int M, int R, bool VEC>
+__device__ __forceinline__ void warp_dots(const float* const (&w)[R], const float* const (&x)[M], int k_size, float (&total)[R * M]) {
+  const int lane = threadIdx.x & 31, quads = (k_size + 3) / 4;
+#pragma unroll
+  for (int i = 0; i < R * M; ++i) total[i] = 0.f;
+  for (int first = 0; first < quads; first += BLOCK_QUADS) {
+    const int end = min(quads, first + BLOCK_QUADS);
+    float a[R * M * 4];
+#pragma unroll
+    for (int i = 0; i < R * M * 4; ++i) a[i] = 0.f;
+    for (int b = first; b < end; b += 128) {
+#pragma unroll
+      for (int g = 0; g < 4; ++g) {
+        const int q = b + 32 * g + lane;
+        if (q < end) {
+          float4 wq[R];
+#pragma unroll
+          for (int r = 0; r < R; ++r) wq[r] = stream_quad<VEC>(w[r], q, k_size);
+#pragma unroll
+          for (int m = 0; m < M; ++m) {
+            const float4 xq = load_quad<VEC>(x[m], q, k_size);
+#pragma unroll
+            for (int r = 0; r < R; ++r) a[(r * M + m) * 4 + g] = add_products(a[(r * M + m) * 4 + g], wq[r], xq);
+          }
+        }
+      }
+    }
+    fold32(a);
+#pragma unroll
+    for (int i = 0; i < R * M; ++i) total[i] = total[i] + ((a[4 * i] + a[4 * i + 1]) + (a[4 * i + 2] + a[4 * i + 3]));
+  }
+}
+
+// The same by a block of 128 threads; result i = r * M + m is valid in thread i (R * M <= 128). `part` is shared memory.
+template <int M, int R, bool VEC>
+__device__ __forceinline__ float block_dots(const float* const (&w)[R], const float* const (&x)[M], int k_size, float (&part)[R * M][4]) {
+  const int t = threadIdx.x, quads = (k_size + 3) / 4;
+  float total = 0.f;
+  for (int first = 0; first < quads; first += BLOCK_QUADS) {
+    const int end = min(quads, first + BLOCK_QUADS);
+    float a[R * M];
+#pragma unroll
+    for (int i = 0; i < R * M; ++i) a[i] = 0.f;
+#pragma unroll 4
+    for (int q = first + t; q < end; q += 128) {
+      float4 wq[R];
+#pragma unroll
+      for (int r = 0; r < R; ++r) wq[r] = stream_quad<VEC>(w[r], q, k_size);
+#pragma unroll
+      for (int m = 0; m < M; ++m) {
+        const float4 xq = load_quad<VEC>(x[m], q, k_size);
+#pragma unroll
+        for (int r = 0; r < R; ++r) a[r * M + m] = add_products(a[r * M + m], wq[r], xq);
+      }
+    }
+    fold32(a);
+    if ((t & 31) == 0)
+#pragma unroll
+      for (int i = 0; i < R * M; ++i) part[i][t >> 5] = a[i];
+    __syncthreads();
+    if (t < R * M) total = total + ((part[t][0] + part[t][1]) + (part[t][2] + part[t][3]));
+    __syncthreads();
+  }
+  return total;
+}

@@ -1,0 +1,10 @@
+// matmul_warp.cu: y = x W^T (+ bias) (+ residual), one warp for R outputs of M rows; matmul.cuh has the contract.
+//
+// launch  grid (ceil(n / (4 R)), ceil(rows / M), heads), block 128: four warps side by side
+// order   sum128 by four accumulators a lane; bytes as in matmul.cuh
+#include "matmul.cuh"
+
+MATMUL(matmul_w1_m1_r1, one_warp, 1, 1)
+MATMUL(matmul_w1_m1_r4, one_warp, 1, 4)
+MATMUL(matmul_w1_m4_r2, one_warp, 4, 2)
+MATMUL(matmul_w1_m16_r1, one_warp, 16, 1)

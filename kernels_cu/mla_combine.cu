@@ -1,0 +1,23 @@
+// mla_combine.cu: adds the chunks of a head and divides by the softmax sum (rule 10).
+//
+// in   sums    float32 [rows, heads, chunks]; vectors float32 [rows, heads, chunks, latent]   from mla_chunks
+//      positions int32 [rows]
+// out  o       float32 [rows, heads, latent]
+//
+// launch  grid (ceil(latent / 128), heads, rows), block 128; one element a thread
+// order   chunks in ascending order from +0, then one division an element
+// bytes   4 * rows * heads * (chunks * (latent + 1) + latent)
+#include "attention.cuh"
+
+extern "C" __global__ void __launch_bounds__(128)
+    mla_combine(const float* sums, const float* vectors, const int* positions, float* o, int heads, int latent, int chunks) {
+  const int column = blockIdx.x * 128 + threadIdx.x;
+  if (column >= latent) return;
+  const i64 head = (i64)blockIdx.z * heads + blockIdx.y;
+  float sum = 0.f, v = 0.f;
+  for (int c = 0; c < chunk_count(positions[blockIdx.z]); ++c) {
+    sum = sum + sums[head * chunks + c];
+    v = v + vectors[(head * chunks + c) * latent + column];
+  }
+  o[head * latent + column] = v / sum;
+}

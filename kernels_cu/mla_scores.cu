@@ -1,0 +1,63 @@
+// mla_scores.cu: scaled attention scores of the absorbed queries, and the maximum of each segment (rule 10).
+//
+// in   query     float32 [rows, heads, width]             absorbed latent query | rotated query
+//      cache     float32 [slots, capacity, width]         latent | rotated key, row = position
+//      positions int32 [rows], slots int32 [rows]         row i sees positions 0..positions[i] of slot slots[i]
+// out  scores    float32 [rows, heads, span]              span = chunks * 256; visible positions are written
+//      peaks     float32 [rows, heads, span / 32]         maximum of each visible segment of 32, NaN if any score is
+//
+// launch  grid (span / 32, ceil(heads / 4), rows), block 128; segments past a row's position end at once
+// work    warp w takes keys w, w + 4, ... two at a time for four heads: a key is read once for four heads
+// order   score = scale * sum128 over latent and rotary part together; the maximum is exact in any order
+// bytes   4 * rows * (chunks * 256 * width * heads / 4 + heads * (width + span))
+#include "attention.cuh"
+#include "dot.cuh"
+
+template <bool VEC>
+__device__ __forceinline__ void score_segment(const float* query, const float* keys, float* scores, int keys_here, int heads_here,
+                                              int width, int span, float scale, float (&peak)[HEADS]) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const float *q[HEADS], *k[2];
+#pragma unroll
+  for (int h = 0; h < HEADS; ++h) q[h] = query + (i64)min(h, heads_here - 1) * width;
+  for (int i = 2 * warp; i < keys_here; i += 8) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) k[r] = keys + (i64)min(i + r, keys_here - 1) * width;
+    float s[2 * HEADS];
+    warp_dots<HEADS, 2, VEC>(k, q, width, s);
+#pragma unroll
+    for (int j = 0; j < 2 * HEADS; ++j) {
+      const int r = j / HEADS, h = j % HEADS;
+      s[j] = s[j] * scale;
+      if (i + r < keys_here) peak[h] = max_nan(peak[h], s[j]);
+      if (lane == j && i + r < keys_here && h < heads_here) scores[(i64)h * span + i + r] = s[j];
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    mla_scores(const float* query, const float* cache, const int* positions, const int* slots, float* scores, float* peaks,
+               int heads, int width, int capacity, int chunks, float scale) {
+  __shared__ float best[4][HEADS];
+  const int first = blockIdx.x * SEGMENT, h0 = blockIdx.y * HEADS, row = blockIdx.z, t = threadIdx.x;
+  const int position = positions[row];
+  if (first > position) return;
+  const int span = chunks * CHUNK, keys_here = min(SEGMENT, position + 1 - first), heads_here = min(HEADS, heads - h0);
+  const i64 first_head = (i64)row * heads + h0;
+  const float* q = query + first_head * width;
+  const float* k = cache + ((i64)slots[row] * capacity + first) * width;
+  float* s = scores + first_head * span + first;
+  float peak[HEADS];
+#pragma unroll
+  for (int h = 0; h < HEADS; ++h) peak[h] = -infinity();
+  if (width % 4 == 0)
+    score_segment<true>(q, k, s, keys_here, heads_here, width, span, scale, peak);
+  else
+    score_segment<false>(q, k, s, keys_here, heads_here, width, span, scale, peak);
+  if ((t & 31) == 0)
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h) best[t >> 5][h] = peak[h];
+  __syncthreads();
+  if (t < heads_here)
+    peaks[(first_head + t) * (span / SEGMENT) + blockIdx.x] = max_nan(max_nan(best[0][t], best[1][t]), max_nan(best[2][t], best[3][t]));
+}
