@@ -1,0 +1,78 @@
+"""`kdtr model`: make a model folder from a preset, and show what a model is."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kdtr_cli.cli import console
+from kdtr_cli.model.presets import PRESETS, write_model
+from kdtr_cli.model.source import open_model
+from kdtr_cli.model.summary import summary
+
+__all__ = ["model"]
+
+
+@click.group(short_help="Make or show a model folder.")
+def model() -> None:
+    """Make or show a model folder.
+
+    A MODEL is a Hugging Face folder (config.json and *.safetensors) or the name of a preset, a small model with seeded
+    random weights.
+    """
+
+
+@model.command(short_help="Write a preset with random weights as a Hugging Face folder.")
+@click.argument("preset", type=click.Choice(list(PRESETS)))
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to make.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**64 - 1), help="Seed of the weights.")
+@click.option("--force", is_flag=True, help="Replace a folder that this command made.")
+def new(preset: str, output: Path, seed: int, force: bool) -> None:
+    """Write PRESET with random weights as a Hugging Face folder.
+
+    The same seed gives the same bytes on every machine. The folder appears complete or not at all.
+    """
+    write_model(output, preset, seed, force)
+    console.results().print(f"{output}: {preset} with weights from seed {seed}")
+
+
+@model.command(short_help="Show a model's sizes, parameters, router and rope.")
+@click.argument("spec", metavar="DIR|PRESET")
+@click.option(
+    "--format", "form", default="text", show_default=True, type=click.Choice(["text", "json"]), help="Output format."
+)
+def show(spec: str, form: str) -> None:
+    """Show the sizes, parameters, router and rope of a model, and check that its tensors are all there.
+
+    A preset's name means the preset; write ./tiny for a folder of that name.
+    """
+    told = summary(open_model(spec))
+    if form == "json":
+        click.echo(json.dumps(told, indent=2))
+        return
+    rows = [(name, _cell(value)) for name, value in _flat(told) if name not in ("schema", "notes")]
+    console.print_table(console.results(), ("what", "value"), rows)
+    for note in told["notes"]:
+        console.notes().print(f"kdtr: note: {note}")
+
+
+def _flat(table: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
+    """Nested tables as dotted names, in order."""
+    out: list[tuple[str, Any]] = []
+    for key, value in table.items():
+        out += _flat(value, f"{before}{key}.") if isinstance(value, dict) else [(f"{before}{key}", value)]
+    return out
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

@@ -1,0 +1,70 @@
+"""Which tensors a model has: Hugging Face names and shapes, one tensor per expert and projection.
+
+Names: modeling_deepseek_v2/v3.py of transformers and of the published checkpoints. A projection is [out, in].
+"""
+
+from kdtr_cli.model.config import ModelConfig
+
+__all__ = ["expected_tensors"]
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """name → shape of every weight, in the order of the forward pass. With tied embeddings there is no lm_head.weight.
+
+    attention_bias gives biases to q_a_proj, kv_a_proj_with_mqa and o_proj only; q_b_proj, kv_b_proj and (without
+    q_lora) q_proj never have one, as in transformers and DeepSeek's own code.
+    """
+    c = config
+    out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    for i in range(c.num_hidden_layers):
+        layer = f"model.layers.{i}."
+        out[f"{layer}input_layernorm.weight"] = (c.hidden_size,)
+        out |= {f"{layer}self_attn.{name}": shape for name, shape in _attention(c).items()}
+        out[f"{layer}post_attention_layernorm.weight"] = (c.hidden_size,)
+        mlp = _experts(c) if c.is_moe_layer(i) else _mlp("", c.hidden_size, c.intermediate_size)
+        out |= {f"{layer}mlp.{name}": shape for name, shape in mlp.items()}
+    out["model.norm.weight"] = (c.hidden_size,)
+    if not c.tie_word_embeddings:
+        out["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+    return out
+
+
+def _attention(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    heads, hidden = c.num_attention_heads, c.hidden_size
+    out: dict[str, tuple[int, ...]] = {}
+    if c.q_lora_rank is None:
+        out["q_proj.weight"] = (heads * c.qk_head_dim, hidden)
+    else:
+        out["q_a_proj.weight"] = (c.q_lora_rank, hidden)
+        if c.attention_bias:
+            out["q_a_proj.bias"] = (c.q_lora_rank,)
+        out["q_a_layernorm.weight"] = (c.q_lora_rank,)
+        out["q_b_proj.weight"] = (heads * c.qk_head_dim, c.q_lora_rank)
+    out["kv_a_proj_with_mqa.weight"] = (c.latent_dim, hidden)
+    if c.attention_bias:
+        out["kv_a_proj_with_mqa.bias"] = (c.latent_dim,)
+    out["kv_a_layernorm.weight"] = (c.kv_lora_rank,)
+    out["kv_b_proj.weight"] = (heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
+    out["o_proj.weight"] = (hidden, heads * c.v_head_dim)
+    if c.attention_bias:
+        out["o_proj.bias"] = (hidden,)
+    return out
+
+
+def _mlp(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}gate_proj.weight": (width, hidden),
+        f"{prefix}up_proj.weight": (width, hidden),
+        f"{prefix}down_proj.weight": (hidden, width),
+    }
+
+
+def _experts(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    out: dict[str, tuple[int, ...]] = {"gate.weight": (c.n_routed_experts, c.hidden_size)}
+    if c.topk_method == "noaux_tc":
+        out["gate.e_score_correction_bias"] = (c.n_routed_experts,)
+    for e in range(c.n_routed_experts):
+        out |= _mlp(f"experts.{e}.", c.hidden_size, c.moe_intermediate_size)
+    if c.n_shared_experts:
+        out |= _mlp("shared_experts.", c.hidden_size, c.n_shared_experts * c.moe_intermediate_size)
+    return out

@@ -1,0 +1,159 @@
+"""A model's weights as used: float32 arrays by Hugging Face name, read when asked for (numerics.md rule 7).
+
+bf16 and fp16 values are float32 values, so the conversion is exact; the float64 reference starts from the same numbers.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from kdtr_cli.errors import InputError
+from kdtr_cli.model.checkpoint import Checkpoint, to_float32
+from kdtr_cli.model.config import ModelConfig
+from kdtr_cli.model.safetensors_file import DTYPES
+from kdtr_cli.model.tensors import expected_tensors
+
+__all__ = ["Weights", "to_float32"]
+
+_STORED = {dtype: name for name, dtype in DTYPES.items()}
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+_BLOCK = 1 << 20  # elements looked at a time
+
+
+class _Arrays:
+    """Stored arrays in memory, with the methods of a Checkpoint that Weights uses."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._arrays = arrays
+
+    def stored(self, name: str) -> np.ndarray:
+        view = np.ascontiguousarray(self._arrays[name]).view()
+        view.flags.writeable = False
+        return view
+
+    def dtype(self, name: str) -> str:
+        return _STORED[self._arrays[name].dtype]
+
+    def nbytes(self, name: str) -> int:
+        return self._arrays[name].nbytes
+
+    def sha256(self, name: str) -> str:
+        return hashlib.sha256(self.stored(name).view(np.uint8).data).hexdigest()
+
+
+class Weights:
+    """``w[name]`` is a float32, C-contiguous, read-only array of the shape that expected_tensors says.
+
+    With ``cache`` (the default) an array is kept once read; without, each access reads and converts again. With tied
+    embeddings ``w['lm_head.weight']`` is the embedding, and ``names`` has the embedding only. A tensor with a NaN or an
+    infinity is an InputError at its first read, by name. A name that the model does not have is a KeyError.
+    """
+
+    def __init__(self, source: Checkpoint | _Arrays, config: ModelConfig, cache: bool = True) -> None:
+        self.config = config
+        self.shapes = expected_tensors(config)
+        self.names: tuple[str, ...] = tuple(sorted(self.shapes))
+        self._source = source
+        self._cache: dict[str, np.ndarray] | None = {} if cache else None
+        self._checked: set[str] = set()
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, config: ModelConfig, cache: bool = True) -> "Weights":
+        """Weights that read from an open checkpoint, tensor by tensor."""
+        return cls(checkpoint, config, cache)
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], config: ModelConfig, cache: bool = True) -> "Weights":
+        """Weights from arrays in their stored dtype (float32, float16 or ml_dtypes.bfloat16), one per expert.
+
+        InputError for a missing or left-over name, a wrong shape, another dtype.
+        """
+        shapes = expected_tensors(config)
+        for name, shape in shapes.items():
+            if name not in arrays:
+                raise InputError(f"tensor {name} is missing")
+            got = arrays[name]
+            if tuple(got.shape) != shape:
+                raise InputError(f"tensor {name} has shape {list(got.shape)}; the config needs {list(shape)}")
+            if got.dtype not in _STORED:
+                raise InputError(f"tensor {name} has dtype {got.dtype}; kdtr takes float32, float16 and bfloat16")
+        for name in arrays:
+            if name not in shapes:
+                raise InputError(f"tensor {name} has no place in this model")
+        return cls(_Arrays(arrays), config, cache)
+
+    def __contains__(self, name: object) -> bool:
+        return self._alias(name) in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        name = self._own(name)
+        if self._cache is None:
+            return self._load(name)
+        if name not in self._cache:
+            self._cache[name] = self._load(name)
+        return self._cache[name]
+
+    def _load(self, name: str) -> np.ndarray:
+        values = to_float32(self._source.stored(name)).view()
+        if name not in self._checked:
+            _check_finite(name, values)
+            self._checked.add(name)
+        values.flags.writeable = False
+        return values
+
+    def stored(self, name: str) -> np.ndarray:
+        """The array in its stored dtype (ml_dtypes.bfloat16, float16 or float32), read-only."""
+        return self._source.stored(self._own(name))
+
+    def stored_dtype(self, name: str) -> str:
+        """'BF16', 'F16' or 'F32'."""
+        return self._source.dtype(self._own(name))
+
+    def stored_nbytes(self, name: str) -> int:
+        """Bytes as stored."""
+        return self._source.nbytes(self._own(name))
+
+    def stored_sha256(self, name: str) -> str:
+        """SHA-256 of the tensor's bytes as stored (little endian, row after row)."""
+        return self._source.sha256(self._own(name))
+
+    def used_sha256(self) -> str:
+        """SHA-256 over all names in sorted order of the values as used, one tensor in memory at a time.
+
+        A tensor adds the line 'NAME float32 D0,D1,…\\n' and its little-endian float32 bytes.
+        """
+        digest = hashlib.sha256()
+        for name in self.names:
+            kept = self._cache is not None and name in self._cache
+            values = self._cache[name] if kept else self._load(name)
+            digest.update(f"{name} float32 {','.join(map(str, values.shape))}\n".encode())
+            digest.update(np.ascontiguousarray(values, dtype="<f4").data)
+        return digest.hexdigest()
+
+    def _alias(self, name: object) -> object:
+        return _TIED.get(name, name) if self.config.tie_word_embeddings else name
+
+    def _own(self, name: str) -> str:
+        name = self._alias(name)
+        if name not in self.shapes:
+            raise KeyError(name)
+        return name
+
+
+def _check_finite(name: str, values: np.ndarray) -> None:
+    flat = values.reshape(-1)
+    for at in range(0, flat.size, _BLOCK):
+        finite = np.isfinite(flat[at : at + _BLOCK])
+        if not finite.all():
+            first = at + int(np.argmin(finite))
+            where = ", ".join(str(int(i)) for i in np.unravel_index(first, values.shape))
+            raise InputError(
+                f"tensor {name}[{where}] is {flat[first]}: a weight must be finite; the checkpoint is broken"
+            )
