@@ -1,0 +1,99 @@
+"""`kdtr golden`: reference tokens and logits from the NumPy model."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kdtr_cli.cli.console import notes, progress
+from kdtr_cli.model.choices import Choices
+from kdtr_cli.workflows.golden import GoldenOptions, GoldenSummary, make_golden
+from kdtr_cli.workflows.prompts import PromptOptions
+from kdtr_cli.workflows.show import continuation
+
+__all__ = ["golden", "show_golden"]
+
+
+@click.command("golden")
+@click.argument("model", default="tiny", metavar="[MODEL]")
+@click.option("-o", "output", required=True, type=click.Path(path_type=Path), help="The bundle to write.")
+@click.option("--prompt-ids", multiple=True, metavar="IDS", help='A prompt as token ids: "1 2 3". Repeatable.')
+@click.option("--prompt-text", multiple=True, metavar="TEXT", help="A prompt as text. Repeatable.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help='Prompts from a .jsonl file ({"id": …, "ids": […]} or {"id": …, "text": …} a line) or a .txt file.',
+)
+@click.option("--num-prompts", type=click.IntRange(min=1), help="Random prompts.")
+@click.option("--prompt-len", type=int, help="Tokens of a random prompt.  [default: 16]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For prompts and sampling.")
+@click.option("--steps", type=int, default=24, show_default=True, help="Tokens to decode.")
+@click.option("--ignore-eos", is_flag=True, help="Decode on after a stop id.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--no-exact", is_flag=True, help="float64 alone: IDENTICAL can't be had then.")
+@click.option("--logits", default="full", show_default=True, metavar="full|top:K|digest", help="What to keep of a row.")
+@click.option("--score", is_flag=True, help="Keep the logits of the prompt too.")
+@click.option(
+    "--latent-norm-eps",
+    type=click.Choice(("hf", "config")),
+    default="hf",
+    show_default=True,
+    help="eps of the q_a and kv_a norms: 1e-6 as transformers, or the config's as vLLM and SGLang.",
+)
+@click.option(
+    "--rope-angles", type=click.Choice(("f64", "f32")), default="f64", show_default=True, help="f32 as transformers."
+)
+@click.option("--embed-weights/--no-embed-weights", default=None, help="Weights in the bundle.  [default: below 64 MB]")
+@click.option("--force", is_flag=True, help="Overwrite the output.")
+def golden(
+    model: str,
+    output: Path,
+    prompt_ids: tuple[str, ...],
+    prompt_text: tuple[str, ...],
+    prompts: Path | None,
+    num_prompts: int | None,
+    prompt_len: int | None,
+    seed: int,
+    no_exact: bool,
+    latent_norm_eps: str,
+    rope_angles: str,
+    **options: Any,
+) -> None:
+    """Make reference tokens and logits from the NumPy model.
+
+    MODEL is a preset (tiny, tiny-groups, tiny-v2, odd) or a Hugging Face folder; without a prompt option there is one
+    prompt of 16 ids from the seed.
+    """
+    asked = GoldenOptions(
+        model=model,
+        output=output,
+        prompts=PromptOptions(prompt_ids, prompt_text, prompts, num_prompts, prompt_len, seed),
+        exact=not no_exact,
+        choices=Choices(latent_norm_eps, rope_angles),
+        **options,
+    )
+    with progress() as bar:
+        task = bar.add_task("golden", total=None)
+        summary = make_golden(asked, lambda what, done, total: bar.update(task, completed=done, total=total))
+    show_golden(summary)
+
+
+def show_golden(summary: GoldenSummary, name: str | None = None) -> None:
+    """Print what a golden holds: the text where there is a tokenizer, then one line under its path or another name."""
+    for line in continuation(summary.model.folder, summary.sequences):
+        click.echo(line)
+    tokens = sum(len(result.tokens) for _, result in summary.sequences)
+    parts = [
+        f"golden {name or summary.path}: {summary.model.name}",
+        f"sequences={len(summary.sequences)}",
+        f"tokens={tokens}",
+    ]
+    if summary.max_difference is not None:
+        parts.append(f"max_abs_exact_minus_float64={summary.max_difference:.3e}")
+    parts.append(f"weights={'embedded' if summary.embedded else 'not-embedded'}")
+    click.echo(" ".join(parts))
+    if summary.ties:
+        notes().print(
+            f"note: float64 would choose another token at {summary.ties} steps; the bundle lists them as ties"
+        )

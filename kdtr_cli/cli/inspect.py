@@ -1,0 +1,114 @@
+"""`kdtr inspect`: what is in a bundle?"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from kdtr_cli.cli import console
+from kdtr_cli.cli.failures import one_line
+from kdtr_cli.workflows.inspect import describe
+
+__all__ = ["inspect"]
+
+
+@click.command("inspect")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Text for people, or one JSON document (schema kdtr.inspect/1).",
+)
+@click.option(
+    "--sequence", "sequence_id", metavar="ID", help="Show this sequence's tokens and its 5 largest logits a step."
+)
+def inspect(bundle: Path, output_format: str, sequence_id: str | None) -> None:
+    """Show what a bundle holds.
+
+    Kind, model, choices, decoding and every sequence of BUNDLE. Checks the structure and the manifest; of the data
+    only those that are shown (`kdtr verify` checks all).
+    """
+    document = describe(bundle, sequence_id)
+    if output_format == "json":
+        click.echo(json.dumps(document, indent=2))
+    else:
+        _render(console.results(), document)
+
+
+def _render(out: Console, document: Mapping[str, Any]) -> None:
+    model = document["model"]
+    producer = document["producer"]
+    used = _or_unknown(model["weights_used_sha256"])
+    about = f"{document['kind']}, {document['bundle_schema']}, {document['file_bytes']} bytes"
+    facts = {
+        "bundle": f"{document['path']}: {about}",
+        "manifest": f"sha256 {document['manifest_sha256']}",
+        "producer": f"{producer['name']} {producer['version']}, numerics contract {document['contract_version']}",
+        "config": _pairs(model["config"]),
+        "config sha256": model["config_sha256"],
+        "weights": f"{model['tensors']} tensors, {model['embedded']} embedded, as used sha256 {used}",
+        "rotary table": f"sha256 {_or_unknown(model['rope_table_sha256'])}",
+        "choices": _pairs(document["choices"]),
+        "decoding": _pairs(document["decoding"]),
+        "arithmetic": f"{', '.join(document['arithmetic'])} (tier {document['tier']})",
+        "logits": document["logits"] + (", prompt scored" if document["score"] else ""),
+    }
+    if document["run"] is not None:
+        facts["run"] = _pairs(document["run"])
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        out.print(f"{name.ljust(width)}  {one_line(value)}")
+    out.print()
+    console.print_table(
+        out,
+        ["id", "stream", "prompt", "tokens", "finish", "arrays"],
+        [
+            [
+                one_line(row["id"]),
+                row["stream"],
+                row["prompt_length"],
+                row["n_tokens"],
+                row["finish_reason"],
+                ", ".join(f"{array['name']} {array['dtype']}{array['shape']}" for array in row["arrays"]) or "-",
+            ]
+            for row in document["sequences"]
+        ],
+        right=" rrr  ",
+    )
+    if document["sequence"] is not None:
+        _render_sequence(out, document["sequence"])
+
+
+def _render_sequence(out: Console, detail: Mapping[str, Any]) -> None:
+    out.print()
+    out.print(f"sequence  {one_line(detail['id'])}")
+    out.print(f"prompt    {_ids(detail['prompt'])}")
+    out.print(f"tokens    {_ids(detail['tokens'])}  (ended by {detail['finish_reason']})")
+    if detail["ties"]:
+        out.print(f"ties      float64 would choose another token at steps {_ids(detail['ties'])}")
+    for arithmetic, steps in detail["top_logits"].items():
+        out.print()
+        out.print(f"largest logits, {arithmetic}")
+        rows = []
+        for step, (token, top) in enumerate(zip(detail["tokens"], steps, strict=True)):
+            rows.append([step, token, "  ".join(f"{entry['id']}:{entry['logit']}" for entry in top)])
+        console.print_table(out, ["step", "token", "id:logit"], rows, right="rr ")
+
+
+def _ids(ids: list[int]) -> str:
+    return " ".join(map(str, ids)) or "-"
+
+
+def _pairs(entries: Mapping[str, Any]) -> str:
+    shown = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in entries.items())
+    return " ".join(shown) or "-"
+
+
+def _or_unknown(digest: str | None) -> str:
+    return "unknown" if digest is None else digest

@@ -1,0 +1,50 @@
+"""`kdtr run`: a golden's prompts through the CUDA engine."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kdtr_cli.cli.console import progress
+from kdtr_cli.workflows.run import RunOptions, RunSummary, make_run
+from kdtr_cli.workflows.show import continuation
+
+__all__ = ["run", "show_run"]
+
+
+@click.command("run")
+@click.argument("golden", type=click.Path(path_type=Path))
+@click.option("-o", "output", required=True, type=click.Path(path_type=Path), help="The bundle to write.")
+@click.option("--mode", type=click.Choice(("ar",)), default="ar", show_default=True, help="ar: autoregressive.")
+@click.option("--device", type=click.Choice(("auto", "gpu", "cpu")), default="auto", show_default=True)
+@click.option("--tier", type=click.Choice(("exact",)), default="exact", show_default=True)
+@click.option("--model", metavar="DIR", help="The checkpoint, where the golden holds no weights.")
+@click.option("--batch", type=click.IntRange(min=1), help="Sequences decoded together.  [default: 8]")
+@click.option("--prefill", type=click.IntRange(1, 4096), help="Prompt tokens fed in one pass.  [default: up to 64]")
+@click.option("--teacher-force", is_flag=True, help="Feed the golden's tokens, whatever the engine chooses.")
+@click.option("--steps", type=click.IntRange(min=1), help="Decode fewer (or more) tokens than the golden.")
+@click.option("--force", is_flag=True, help="Overwrite the output.")
+def run(golden: Path, output: Path, **options: Any) -> None:
+    """Run a golden's prompts through the CUDA engine.
+
+    The engine sees the golden's prompts, config, weights and settings; its tokens only with --teacher-force, its
+    logits never. --batch and --prefill change no bit.
+    """
+    with progress() as bar:
+        task = bar.add_task("run", total=None)
+        summary = make_run(
+            RunOptions(golden=golden, output=output, **options),
+            lambda what, done, total: bar.update(task, completed=done, total=total),
+        )
+    show_run(summary)
+
+
+def show_run(summary: RunSummary, name: str | None = None) -> None:
+    """Print what a run made: the text where there is a tokenizer, then one line under its path or another name."""
+    for line in continuation(summary.model.folder, summary.sequences):
+        click.echo(line)
+    tokens = sum(len(result.tokens) for _, result in summary.sequences)
+    click.echo(
+        f"run {name or summary.path}: {summary.model.name} on {summary.device['device']} "
+        f"sequences={len(summary.sequences)} tokens={tokens}"
+    )

@@ -1,0 +1,266 @@
+"""golden + run -> Report. Provenance first, then tokens and logits, sequence by sequence; nothing is ever skipped in
+silence, and what is not shown to agree does not pass."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kdtr_cli.errors import InputError
+from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits
+from kdtr_cli.parity.provenance import check_kinds, compare_manifests, compare_prompts
+from kdtr_cli.parity.results import Report, SequenceResult, Side
+from kdtr_cli.parity.sequence import RUN_LOGITS, Terms, judge_sequence
+from kdtr_cli.parity.tolerances import EXACT_TIER, JudgeOptions, Tolerance, effective_tolerance
+from kdtr_cli.parity.totals import sum_up
+from kdtr_cli.parity.verdicts import Finding, Level, Verdict, combine, exit_code
+
+__all__ = ["invalid", "judge"]
+
+
+def judge(golden: Evidence, run: Evidence, options: JudgeOptions | None = None) -> Report:
+    """Judge a run against a golden.
+
+    Whatever the evidence holds ends as a Report. InputError: the options name a sequence that the golden lacks.
+    """
+    options = options or JudgeOptions()
+    if (finding := check_kinds(golden, run)) is not None:
+        return invalid([finding], options, golden, run)
+    findings = [*_check_ids(golden), *_check_ids(run), *compare_manifests(golden, run)]
+    if (twice := _errors(findings)) is not None:
+        return invalid(findings, options, golden, run, twice)
+    chosen = _select(golden, options)
+    by_id = {s.id: s for s in run.sequences}
+    pairs = [(index, g, by_id.get(g.id)) for index, g in chosen]
+    findings += compare_prompts((g, r) for _, g, r in pairs if r is not None)
+    tier = _text(run.manifest, "tier")
+    tolerance = effective_tolerance(options, tier)
+    reference = _reference([g for _, g, _ in pairs], tier)
+    findings += _check_tolerance(options, tolerance, tier, reference)
+    for _, g, r in pairs:
+        findings += _check_shapes(g, reference, golden.vocab_size, None)
+        if r is not None:
+            findings += _check_shapes(r, RUN_LOGITS, run.vocab_size, g.logits.get(reference or ""))
+            findings += _check_has(g, r, reference)
+    if (reason := _errors(findings)) is not None or tolerance is None:
+        return invalid(findings, options, golden, run, reason, tolerance, reference)
+
+    decoding = run.manifest.get("decoding")
+    decoding = decoding if isinstance(decoding, Mapping) else {}
+    temperature = decoding.get("temperature")
+    terms = Terms(options, tolerance, reference, decoding.get("teacher_forced") is True, temperature != 0)
+    results = tuple(judge_sequence(index, g, r, terms) for index, g, r in pairs)
+    extra = _extra(golden, run, options)
+    findings += extra
+    if not results:
+        message = "the golden holds no sequence: nothing was compared"
+        findings.append(Finding(Level.ERROR, "nothing", message, Verdict.INCONCLUSIVE))
+    return _report(golden, run, terms, results, findings, len(extra))
+
+
+def invalid(
+    findings: Sequence[Finding],
+    options: JudgeOptions,
+    golden: Evidence | None = None,
+    run: Evidence | None = None,
+    reason: str | None = None,
+    tolerance: Tolerance | None = None,
+    reference: str | None = None,
+) -> Report:
+    """The report of evidence that can't be judged; a side that could not even be opened is None."""
+    sequences = [] if golden is None or golden.kind != "golden" else golden.sequences
+    if options.select is not None:
+        sequences = [s for s in sequences if s.id in options.select]
+    tokens = sum(len(s.tokens[: options.steps]) for s in sequences)
+    totals = sum_up((), ())
+    ordered = _ordered(findings)
+    return Report(
+        verdict=Verdict.INVALID,
+        exit_code=exit_code(Verdict.INVALID, options.on_tie),
+        mode="unknown" if run is None else _mode(run),
+        golden=_side(golden),
+        run=_side(run),
+        options=options,
+        tolerance=tolerance,
+        reference=reference,
+        totals=replace(totals, tokens=tokens, logits="none"),
+        sequences=(),
+        findings=ordered,
+        reason=reason or (ordered[0].message if ordered else "the evidence can't be judged"),
+    )
+
+
+def _report(
+    golden: Evidence,
+    run: Evidence,
+    terms: Terms,
+    results: tuple[SequenceResult, ...],
+    findings: list[Finding],
+    n_extra: int,
+) -> Report:
+    everything = _ordered([*findings, *(f for result in results for f in result.findings)])
+    verdict = combine([*(r.verdict for r in results), *(f.verdict for f in findings if f.verdict is not None)])
+    modes = {_mode(golden), _mode(run)}
+    unverified = [f.code.split(".")[2] for f in findings if f.code.startswith("unverified.")]
+    unjudged = verdict in (Verdict.INVALID, Verdict.INCONCLUSIVE)
+    return Report(
+        verdict=verdict,
+        exit_code=exit_code(verdict, terms.options.on_tie),
+        mode=_mode(run),
+        golden=_side(golden),
+        run=_side(run),
+        options=terms.options,
+        tolerance=terms.tolerance,
+        reference=terms.reference,
+        totals=sum_up(results, golden.sequences, n_extra),
+        sequences=results,
+        findings=everything,
+        reason=next((f.message for f in everything if f.verdict is verdict), None) if unjudged else None,
+        teacher_forced=terms.teacher_forced,
+        rounds=None if modes == {"ar"} else "not-compared",
+        unverified=tuple("weights" if name.startswith("weights") else "rope" for name in unverified),
+    )
+
+
+def _ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings that weigh most first; among equals the order in which they were found."""
+    rank = {verdict: i for i, verdict in enumerate(Verdict)}
+    return tuple(sorted(findings, key=lambda f: -1 if f.verdict is None else rank[f.verdict], reverse=True))
+
+
+def _errors(findings: Iterable[Finding]) -> str | None:
+    return next((f.message for f in findings if f.verdict is Verdict.INVALID), None)
+
+
+def _text(manifest: Mapping[str, object], key: str) -> str:
+    value = manifest.get(key)
+    return value if isinstance(value, str) else "unknown"
+
+
+def _mode(evidence: Evidence) -> str:
+    decoding = evidence.manifest.get("decoding")
+    return _text(decoding, "mode") if isinstance(decoding, Mapping) else "unknown"
+
+
+def _side(evidence: Evidence | None) -> Side | None:
+    if evidence is None:
+        return None
+    arithmetic = evidence.manifest.get("arithmetic")
+    made = evidence.manifest.get("run")
+    made = made if isinstance(made, Mapping) else {}
+    details = [(k, made[k]) for k in ("device", "driver", "compiler", "batch") if k in made]
+    return Side(
+        evidence.name,
+        evidence.kind,
+        _mode(evidence),
+        _text(evidence.manifest, "tier"),
+        tuple(str(a) for a in arithmetic) if isinstance(arithmetic, list) else (),
+        tuple((k, str(v)) for k, v in details if v is not None),
+    )
+
+
+def _check_ids(evidence: Evidence) -> list[Finding]:
+    seen: set[str] = set()
+    for sequence in evidence.sequences:
+        if sequence.id in seen:
+            message = f"the {evidence.kind} has two sequences with the id {sequence.id!r}"
+            return [Finding(Level.ERROR, "ids", message, Verdict.INVALID, sequence.id)]
+        seen.add(sequence.id)
+    return []
+
+
+def _select(golden: Evidence, options: JudgeOptions) -> list[tuple[int, EvidenceSequence]]:
+    if options.select is None:
+        return list(enumerate(golden.sequences))
+    known = {s.id for s in golden.sequences}
+    if unknown := [name for name in options.select if name not in known]:
+        some = ", ".join(sorted(known)[:8]) + (", ..." if len(known) > 8 else "")
+        raise InputError(f"--select {unknown[0]!r}: the golden has no such sequence; it has: {some or 'none'}")
+    return [(i, s) for i, s in enumerate(golden.sequences) if s.id in options.select]
+
+
+def _extra(golden: Evidence, run: Evidence, options: JudgeOptions) -> list[Finding]:
+    known = {s.id for s in golden.sequences}
+    if options.select is not None:
+        return []
+    return [
+        Finding(
+            Level.ERROR,
+            "sequence.extra",
+            f"sequence {s.id!r}: the golden has no such sequence",
+            Verdict.DIVERGED,
+            s.id,
+        )
+        for s in run.sequences
+        if s.id not in known
+    ]
+
+
+def _reference(goldens: Sequence[EvidenceSequence], tier: str) -> str | None:
+    """The golden's logits to compare with: an exact run's twin is `exact`, any other tier's truth is `float64`."""
+    order = ("exact", "float64") if tier == EXACT_TIER else ("float64", "exact")
+    held = {name for s in goldens for name in s.logits}
+    return next((name for name in order if name in held), None)
+
+
+def _check_tolerance(
+    options: JudgeOptions, tolerance: Tolerance | None, tier: str, reference: str | None
+) -> list[Finding]:
+    how = "give --atol/--rtol, --max-ulp or --max-kl"
+    if tolerance is None:
+        message = f"a run of tier {tier} is judged by a tolerance: {how}"
+    elif reference == "float64" and tier == EXACT_TIER and not _told(options):
+        message = f"the golden holds no exact logits (made with --no-exact), so tolerance 0 says nothing: {how}"
+    else:
+        return []
+    return [Finding(Level.ERROR, "tolerance.missing", message, Verdict.INVALID)]
+
+
+def _told(options: JudgeOptions) -> bool:
+    return any(v is not None for v in (options.atol, options.rtol, options.max_ulp, options.max_kl))
+
+
+def _check_has(golden: EvidenceSequence, run: EvidenceSequence, reference: str | None) -> list[Finding]:
+    """Logits must be of the reference in every golden sequence or in none."""
+    if reference is not None and len(golden.tokens) and reference not in golden.logits:
+        message = f"sequence {golden.id!r}: the golden holds no {reference} logits of it, though of others"
+        return [Finding(Level.ERROR, "shape", message, Verdict.INVALID, golden.id)]
+    if not golden.prompt_logits and run.prompt_logits:
+        message = f"sequence {golden.id!r}: the run's prompt logits are not judged, the golden holds none"
+        return [Finding(Level.NOTE, "prompt_logits.extra", message, None, golden.id)]
+    return []
+
+
+def _check_shapes(
+    sequence: EvidenceSequence, name: str | None, vocab: int | None, other: Logits | None
+) -> list[Finding]:
+    """Do the logits `name` of a sequence fit its tokens, its vocabulary and the golden's logits `other`?"""
+    findings = []
+    side = "run" if name == RUN_LOGITS else "golden"
+    sets = ((sequence.logits, "logits", len(sequence.tokens)), (sequence.prompt_logits, "prompt logits", None))
+    for held, what, rows in sets:
+        logits = held.get(name or "")
+        if logits is None:
+            continue
+        rows = len(sequence.prompt) if rows is None else rows
+        width = vocab if other is None or other.vocab is None else other.vocab
+        message = None
+        if logits.n_rows != rows:
+            message = f"the {side} has {logits.n_rows} rows of {what} for {rows} ids"
+        elif width is not None and logits.vocab is not None and logits.vocab != width:
+            message = f"the {side}'s {what} have {logits.vocab} values a row, not {width}"
+        elif logits.top_ids is not None and rows:
+            message = _check_top_ids(logits, side, what, width if width is not None else logits.vocab)
+        if message is not None:
+            message = f"sequence {sequence.id!r}: {message}"
+            findings.append(Finding(Level.ERROR, "shape", message, Verdict.INVALID, sequence.id))
+    return findings
+
+
+def _check_top_ids(logits: Logits, side: str, what: str, vocab: int | None) -> str | None:
+    ids = np.sort(logits.top_ids(0, logits.n_rows), axis=1)
+    if ids.size and (ids.min() < 0 or (vocab is not None and ids.max() >= vocab)):
+        return f"the {side}'s top {what} hold an id outside the vocabulary"
+    if (ids[:, 1:] == ids[:, :-1]).any():
+        return f"the {side}'s top {what} hold an id twice"
+    return None

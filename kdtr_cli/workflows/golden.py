@@ -1,0 +1,130 @@
+"""`kdtr golden`: reference tokens and logits from the NumPy model, as a bundle."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kdtr_cli.bundle.schema import SequenceData
+from kdtr_cli.bundle.writer import BundleWriter, check_target
+from kdtr_cli.model.choices import Choices
+from kdtr_cli.model.prompts import Decoding, Generated, Prompt, check_prompts
+from kdtr_cli.model.source import Model, open_model
+from kdtr_cli.reference import exact, float64
+from kdtr_cli.reference.generate import generate, score
+from kdtr_cli.reference.sampling import choose
+from kdtr_cli.reference.transformer import Model as NumpyModel
+from kdtr_cli.workflows.manifest import check_weights, common_manifest, logits_arrays, parse_logits
+from kdtr_cli.workflows.prompts import PromptOptions, collect_prompts
+
+__all__ = ["EMBED_LIMIT", "GoldenOptions", "GoldenSummary", "make_golden"]
+
+EMBED_LIMIT = 64 * 10**6  #: stored bytes below which the weights are embedded unless told otherwise
+_BATCH = 32  # sequences decoded together: bounds memory, changes no bit
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class GoldenOptions:
+    """The options of ``kdtr golden``."""
+
+    model: str
+    output: Path
+    prompts: PromptOptions = field(default_factory=PromptOptions)
+    steps: int = 24
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    exact: bool = True
+    logits: str = "full"
+    score: bool = False
+    choices: Choices = field(default_factory=Choices)
+    embed_weights: bool | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class GoldenSummary:
+    """What was made: the sequences as stored, the largest |exact - float64| of a logit, and the places of ties."""
+
+    path: Path
+    model: Model
+    sequences: list[tuple[Prompt, Generated]]
+    max_difference: float | None
+    ties: int
+    embedded: bool
+
+
+def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, total: None) -> GoldenSummary:
+    """Make a golden bundle. InputError for anything wrong with the input, before the output is touched."""
+    check_target(options.output, options.force)
+    model = open_model(options.model)
+    config = model.config
+    prompts = collect_prompts(options.prompts, config, model.folder)
+    decoding = Decoding(
+        options.steps, config.eos_token_ids, options.ignore_eos, options.temperature, options.prompts.seed
+    )
+    form = parse_logits(options.logits, config.vocab_size)
+    positions = check_prompts(prompts, config, options.steps)
+    check_weights(model.weights)
+    embedded = options.embed_weights
+    if embedded is None:
+        embedded = sum(model.weights.stored(name).nbytes for name in model.weights.names) < EMBED_LIMIT
+    truth = NumpyModel(config, model.weights, options.choices, positions, float64)
+    reference = NumpyModel(config, model.weights, options.choices, positions, exact) if options.exact else truth
+    manifest = common_manifest(
+        model,
+        options.choices,
+        decoding,
+        positions=positions,
+        teacher_forced=False,
+        arithmetic=["exact", "float64"] if options.exact else ["float64"],
+        logits=form,
+        score=options.score,
+        embedded=embedded,
+    )
+    made: list[tuple[Prompt, Generated]] = []
+    difference, ties = 0.0, 0
+    with BundleWriter(options.output, "golden", options.force) as bundle:
+        bundle.add_config(model.config_text)
+        if embedded:
+            for name in model.weights.names:
+                bundle.add_weight(name, model.weights.stored(name))
+        for first in range(0, len(prompts), _BATCH):
+            group = prompts[first : first + _BATCH]
+            for prompt, result in zip(group, generate(reference, group, decoding, options.score), strict=True):
+                arrays, apart, parted = _arrays(truth, options, decoding, form, prompt, result)
+                difference, ties = max(difference, apart), ties + parted
+                bundle.add_sequence(
+                    SequenceData(prompt.id, prompt.stream, prompt.ids, result.tokens, result.finish_reason, arrays)
+                )
+                made.append((prompt, result))
+                progress("golden", len(made), len(prompts))
+        bundle.finish(manifest)
+    return GoldenSummary(options.output, model, made, difference if options.exact else None, ties, embedded)
+
+
+def _arrays(
+    truth: NumpyModel, options: GoldenOptions, decoding: Decoding, form: str, prompt: Prompt, result: Generated
+) -> tuple[dict[str, np.ndarray], float, int]:
+    """A sequence's arrays, the largest difference of exact from float64, and the number of steps that would part."""
+    if not options.exact:
+        arrays = logits_arrays("logits", "float64", result.logits, form)
+        if options.score:
+            arrays |= logits_arrays("prompt_logits", "float64", result.prompt_logits, form)
+        return arrays, 0.0, 0
+    count = len(prompt.ids)
+    along = score(truth, prompt, result.tokens)
+    real = along[count - 1 :]
+    arrays = logits_arrays("logits", "exact", result.logits, form) | logits_arrays("logits", "float64", real, form)
+    if options.score:
+        arrays |= logits_arrays("prompt_logits", "exact", result.prompt_logits, form)
+        arrays |= logits_arrays("prompt_logits", "float64", along[:count], form)
+    drawn = np.arange(count, count + len(result.tokens))
+    streams = np.full(len(drawn), prompt.stream)
+    chosen = choose(real, drawn, streams, temperature=decoding.temperature, seed=decoding.seed)
+    ties = np.flatnonzero(chosen != result.tokens).astype(np.int32)
+    if len(ties):
+        arrays["ties"] = ties
+    return arrays, float(np.abs(result.logits - real).max()), len(ties)

@@ -1,0 +1,178 @@
+"""What a bundle holds, as one document that a command prints as text or JSON (schema kdtr.inspect/1)."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdtr_cli.bundle.reader import Bundle, BundleSequence, open_bundle
+from kdtr_cli.bundle.schema import SCHEMA
+from kdtr_cli.errors import InputError
+
+__all__ = ["CONFIG_FIELDS", "describe", "find_sequence", "largest"]
+
+#: The sizes that `inspect` shows, in this order, where the config has them.
+CONFIG_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+    "n_group",
+    "topk_group",
+    "scoring_func",
+    "topk_method",
+    "max_position_embeddings",
+    "rope_theta",
+    "torch_dtype",
+    "dtype",
+)
+
+_TOP = 5
+
+
+def describe(path: str | Path, sequence_id: str | None = None) -> dict[str, Any]:
+    """The document for one bundle; with `sequence_id` also that sequence's tokens and largest logits at each step.
+
+    Keys: schema, path, bundle_schema, kind, manifest_sha256, file_bytes, producer, contract_version, model, choices,
+    decoding, arithmetic, tier, logits, score, run (None in a golden), sequences, sequence (None unless asked for).
+    JSON-ready: non-finite numbers are the strings "nan", "inf" and "-inf". InputError: as `open_bundle`; no such
+    sequence.
+    """
+    with open_bundle(path) as bundle:
+        manifest = bundle.manifest
+        return {
+            "schema": "kdtr.inspect/1",
+            "path": str(path),
+            "bundle_schema": SCHEMA,
+            "kind": bundle.kind,
+            "manifest_sha256": bundle.manifest_sha256,
+            "file_bytes": bundle.file_bytes,
+            "producer": manifest["producer"],
+            "contract_version": manifest["contract_version"],
+            "model": _model(bundle),
+            "choices": manifest["choices"],
+            "decoding": manifest["decoding"],
+            "arithmetic": manifest["arithmetic"],
+            "tier": manifest["tier"],
+            "logits": manifest["logits"],
+            "score": manifest.get("score", False),
+            "run": manifest.get("run"),
+            "sequences": [_row(sequence) for sequence in bundle.sequences],
+            "sequence": None if sequence_id is None else _detail(find_sequence(bundle, sequence_id)),
+        }
+
+
+def find_sequence(bundle: Bundle, sequence_id: str) -> BundleSequence:
+    """The sequence of that id; InputError, naming some that there are, where there is none."""
+    ids = [entry["id"] for entry in bundle.manifest["sequences"]]
+    if sequence_id in ids:
+        return bundle.sequences[ids.index(sequence_id)]
+    some = ", ".join(repr(one) for one in ids[:5]) + (f" and {len(ids) - 5} more" if len(ids) > 5 else "")
+    raise InputError(f"{bundle.path}: no sequence {sequence_id!r}; it has {some}")
+
+
+def largest(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The `count` largest values of each row: (ids int32 [n, count], values [n, count]), for float [n, V].
+
+    Larger values first, then smaller ids (rule 6 of the numerics contract). NaN comes before all: whoever looks at a
+    row that has one wants to see it.
+    """
+    count = min(count, rows.shape[1])
+    ids = np.empty((rows.shape[0], count), dtype=np.int32)
+    for at, row in enumerate(rows):
+        key = np.where(np.isnan(row), np.inf, row)
+        # everything not below the count-th largest, so that equal values at the border are ordered by id too
+        border = np.partition(key, row.size - count)[row.size - count]
+        found = np.flatnonzero(key >= border)
+        ids[at] = found[np.lexsort((found, -key[found], ~np.isnan(row[found])))][:count]
+    return ids, np.take_along_axis(rows, ids, axis=1)
+
+
+def _model(bundle: Bundle) -> dict[str, Any]:
+    stated = bundle.manifest["model"]
+    config = json.loads(bundle.config_text)
+    nested = config.get("text_config")
+    fields = {**config, **nested} if isinstance(nested, dict) else config
+    plain = (str, int, float, bool, type(None))
+    return {
+        "config": {
+            key: _finite(fields[key]) for key in CONFIG_FIELDS if key in fields and isinstance(fields[key], plain)
+        },
+        "config_sha256": stated["config_sha256"],
+        "weights_used_sha256": stated.get("weights_used_sha256"),
+        "rope_table_sha256": stated.get("rope_table_sha256"),
+        "tensors": len(stated.get("weights") or {}),
+        "embedded": len(bundle.weight_names()),
+    }
+
+
+def _row(sequence: BundleSequence) -> dict[str, Any]:
+    return {
+        "id": sequence.id,
+        "stream": sequence.stream,
+        "prompt_length": sequence.shape("prompt")[0],
+        "n_tokens": sequence.shape("tokens")[0],
+        "finish_reason": sequence.finish_reason,
+        "arrays": [
+            {"name": name, "dtype": sequence.dtype(name).name, "shape": list(sequence.shape(name))}
+            for name in sequence.array_names()
+        ],
+    }
+
+
+def _detail(sequence: BundleSequence) -> dict[str, Any]:
+    names = sequence.array_names()
+    detail: dict[str, Any] = {
+        "id": sequence.id,
+        "prompt": sequence.prompt.tolist(),
+        "tokens": sequence.tokens.tolist(),
+        "finish_reason": sequence.finish_reason,
+        "ties": sequence.array("ties").tolist() if "ties" in names else [],
+        "top_logits": {},
+    }
+    for name in names:
+        group, _, base = name.partition("/")
+        if group != "logits" or base.endswith(("_sha256", "_top_values")):
+            continue
+        arithmetic = base.removesuffix("_top_ids")
+        detail["top_logits"][arithmetic] = _top(sequence, name)
+    return detail
+
+
+def _top(sequence: BundleSequence, name: str) -> list[list[dict[str, Any]]]:
+    """For each step the largest logits as {"id", "logit"}, from full logits or from those that were kept."""
+    steps: list[list[dict[str, Any]]] = []
+    if name.endswith("_top_ids"):
+        ids, values = sequence.array(name), sequence.array(name.removesuffix("_top_ids") + "_top_values")
+        order = np.lexsort((ids, -values))[:, :_TOP]
+        pairs = [(np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1))]
+    else:
+        pairs = [largest(block, _TOP) for _, block in sequence.blocks(name)]
+    for ids, values in pairs:
+        for step_ids, step_values in zip(ids.tolist(), values, strict=True):
+            steps.append([{"id": i, "logit": _number(v)} for i, v in zip(step_ids, step_values, strict=True)])
+    return steps
+
+
+def _finite(value: object) -> object:
+    # Python's JSON accepts NaN in a config, but nobody else would accept it in ours
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: np.floating) -> float | str:
+    """A number of the shortest digits that give the value back in its own dtype; a string if it is not finite."""
+    return float(str(value)) if math.isfinite(value) else str(float(value))

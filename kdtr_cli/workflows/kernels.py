@@ -1,0 +1,99 @@
+"""`kdtr kernels`: every kernel of the table compiled for every architecture, and tested against its NumPy twin."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kdtr_cli.engine.compile import PtxViolation, check_ptx, compile_cubin, compile_ptx, source_text
+from kdtr_cli.engine.devices import Device
+from kdtr_cli.engine.kernel_cases import Case, cases
+from kdtr_cli.engine.kernels import KERNELS, Kernel, sources
+from kdtr_cli.engine.launch import Launcher
+from kdtr_cli.errors import InputError
+from kdtr_cli.reference.twins import TWINS
+
+__all__ = ["ARCHITECTURES", "CaseResult", "Compiled", "check_kernels", "compile_kernels", "select_kernels"]
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")  #: what must compile; sm_90 is measured
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case of one kernel: how many elements of its arrays differ from the twin's, of how many."""
+
+    kernel: str
+    label: str
+    differing: int
+    compared: int
+    first: str | None  #: name[index]: got, wanted
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One source file for one architecture: the size of its code, and what breaks the numerics contract in its PTX."""
+
+    file: str
+    arch: str
+    cubin_bytes: int
+    violations: tuple[PtxViolation, ...]
+
+
+def select_kernels(names: tuple[str, ...]) -> list[Kernel]:
+    """Kernels by name, all for none; InputError for a name that is not in the table."""
+    for name in names:
+        if name not in KERNELS:
+            raise InputError(f"no kernel named {name!r}; 'kdtr kernels list' shows all")
+    return [KERNELS[n] for n in names] if names else list(KERNELS.values())
+
+
+def compile_kernels(archs: tuple[str, ...] = ARCHITECTURES) -> Iterator[Compiled]:
+    """Compile every file of the table for each architecture with NVRTC (no GPU needed) and check its PTX (rule 1)."""
+    for file in sources():
+        text = source_text(file)
+        for arch in archs:
+            ptx = compile_ptx(text, arch.replace("sm_", "compute_"))
+            yield Compiled(file, arch, len(compile_cubin(text, arch)), tuple(check_ptx(ptx)))
+
+
+def check_kernels(device: Device, kernels: list[Kernel], seed: int = 0) -> Iterator[CaseResult]:
+    """Run every case of these kernels on a device and compare whole buffers with the NumPy twins, bit for bit."""
+    launch = Launcher(device)
+    launch.load([k.name for k in kernels])
+    for kernel in kernels:
+        for case in cases(kernel.name, seed):
+            yield _run_case(device, launch, kernel, case)
+            device.check_guards()
+            device.free_all()
+
+
+def _run_case(device: Device, launch: Launcher, kernel: Kernel, case: Case) -> CaseResult:
+    wanted = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in case.values.items()}
+    with np.errstate(all="ignore"):
+        TWINS[kernel.twin](**wanted)
+    values: dict[str, Any] = dict(case.values)
+    placed = [a for a in kernel.arrays() if values[a.name] is not None]
+    for arg in placed:
+        values[arg.name] = device.upload(arg.name, case.values[arg.name])
+    launch(kernel.name, **values)
+    differing, compared, first = 0, 0, None
+    for arg in placed:
+        # inputs are compared too: a kernel must not write to them
+        got = device.read(values[arg.name])
+        wrong = _differing(got, wanted[arg.name])
+        compared += got.size
+        differing += int(wrong.sum())
+        if first is None and wrong.any():
+            at = tuple(int(i) for i in np.argwhere(wrong)[0])
+            first = f"{arg.name}{list(at)}: {got[at]!r}, wanted {wanted[arg.name][at]!r}"
+    return CaseResult(kernel.name, case.label, differing, compared, first)
+
+
+def _differing(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Where two arrays differ in bits; NaN equals NaN, as sign and payload are outside the contract (rule 2)."""
+    bits = f"u{a.itemsize}"
+    wrong = a.view(bits) != b.view(bits)
+    if a.dtype.kind == "f":
+        wrong &= ~(np.isnan(a) & np.isnan(b))
+    return wrong

@@ -1,0 +1,71 @@
+"""Checks a bundle whole: structure, manifest, and the digest of every array (schema kdtr.verify/1)."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kdtr_cli.bundle.reader import open_bundle
+from kdtr_cli.errors import Exit, InputError
+
+__all__ = ["Verification", "exit_code", "verify_bundle", "verify_document"]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What checking one bundle said. problems: one line each, empty if the bundle is whole.
+
+    The other fields are None where the bundle can't even be opened. array_bytes: bytes of all arrays, as declared.
+    """
+
+    path: str
+    kind: str | None = None
+    manifest_sha256: str | None = None
+    sequences: int | None = None
+    arrays: int | None = None
+    array_bytes: int | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+def verify_bundle(path: str | Path) -> Verification:
+    """Read all of a bundle. Never raises for what is wrong with it: that stands in `problems`."""
+    try:
+        bundle = open_bundle(path)
+    except InputError as error:
+        return Verification(str(path), problems=(str(error),))
+    problems: list[str] = []
+    total = 0
+    with bundle:
+        paths = bundle.array_paths()
+        for array in paths:
+            try:
+                total += bundle.verify(array)
+            except InputError as error:
+                problems.append(str(error))
+        return Verification(
+            str(path),
+            bundle.kind,
+            bundle.manifest_sha256,
+            len(bundle.sequences),
+            len(paths),
+            total,
+            tuple(problems),
+        )
+
+
+def exit_code(results: Sequence[Verification]) -> Exit:
+    """AGREES if all bundles are whole, else UNJUDGED."""
+    return Exit.AGREES if all(result.ok for result in results) else Exit.UNJUDGED
+
+
+def verify_document(results: Sequence[Verification]) -> dict[str, Any]:
+    """The JSON document: schema, exit_code, bundles."""
+    return {
+        "schema": "kdtr.verify/1",
+        "exit_code": int(exit_code(results)),
+        "bundles": [{**asdict(result), "problems": list(result.problems), "ok": result.ok} for result in results],
+    }

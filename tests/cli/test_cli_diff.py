@@ -1,0 +1,304 @@
+"""`kdtr diff` as a process: exit codes, what goes where, options from the command line and from pyproject.toml."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+
+from parity_bundles import write_pair
+from parity_cases import golden_side, make_tie, perturb, run_side
+
+import kdtr_cli
+from kdtr_cli.cli.diff import diff as command
+from kdtr_cli.cli.main import main
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(kdtr_cli.__file__).parents[1]
+IDENTICAL = "PASS ar tokens=12/12 exact max_abs_logit_diff=0.000e+00 verdict=IDENTICAL"
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch, capsys):
+    """Writes a golden and a run into the current folder, calls `kdtr diff`, gives (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    class Case:
+        golden = golden_side()
+        run = None
+
+        def __call__(self, *args, write=True):
+            if write:
+                write_pair(self.golden, self.run, tmp_path)
+            code = main(["diff", "g.h5", "r.h5", *args])
+            out = capsys.readouterr()
+            return code, out.out, out.err
+
+    case = Case()
+    case.golden = golden_side()
+    case.run = run_side(case.golden)
+    return case
+
+
+def spawn(args, cwd, **kwargs):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "kdtr_cli", *args], cwd=cwd, env=environment, check=False, timeout=60, **kwargs
+    )
+
+
+class TestExitCodes:
+    def test_zero_for_a_run_that_agrees(self, case):
+        code, out, err = case()
+        assert (code, out.splitlines()[-1], err) == (0, IDENTICAL, "")
+
+    def test_zero_within_tolerance(self, case):
+        perturb(case.run, 1e-3)
+        code, out, _ = case("--atol", "2e-3")
+        assert code == 0
+        assert out.endswith(" verdict=PASS\n")
+
+    def test_one_for_a_run_that_differs(self, case):
+        case.run.one.tokens[3] ^= 1
+        code, out, err = case()
+        assert (code, err) == (1, "")
+        assert out.splitlines()[-1].startswith("FAIL ar tokens=9/12 first_divergence=0:3 margin=")
+
+    @pytest.mark.parametrize(
+        ("on_tie", "code", "word"), [("fail", 1, "FAIL"), ("warn", 0, "PASS"), ("pass", 0, "PASS")]
+    )
+    def test_a_tie_as_told(self, case, on_tie, code, word):
+        case.run.manifest["decoding"]["teacher_forced"] = True
+        make_tie(case.golden, case.run, 2)
+        got, out, _ = case("--atol", "2e-3", "--on-tie", on_tie)
+        assert got == code
+        assert out.splitlines()[-1].startswith(word + " ")
+        assert out.endswith(" verdict=TIE_BREAK\n")
+
+    def test_two_for_what_can_not_be_judged(self, case):
+        for s in case.golden.seqs:
+            s.form = "top:5"
+        perturb(case.run, 1e-4)
+        code, out, err = case("--atol", "1e-3")
+        assert (code, err) == (2, "")
+        assert " verdict=INCONCLUSIVE reason=" in out.splitlines()[-1]
+        assert case("--atol", "1e-3", "--allow-partial")[0] == 0
+
+    def test_two_for_invalid_evidence(self, case):
+        case.run.manifest["decoding"]["stop_ids"] = [9]
+        code, out, err = case()
+        assert (code, err) == (2, "")
+        assert out.splitlines()[-1].startswith("ERROR ar tokens=0/12 max_abs_logit_diff=none verdict=INVALID reason=")
+
+    @pytest.mark.parametrize("names", [("g.h5", "g.h5"), ("r.h5", "r.h5"), ("r.h5", "g.h5")])
+    def test_two_for_other_pairs_of_kinds(self, case, names, capsys):
+        case()
+        assert main(["diff", *names]) == 2
+        assert " verdict=INVALID reason=" in capsys.readouterr().out.splitlines()[-1]
+
+    def test_two_for_a_broken_bundle(self, case):
+        case()
+        Path("r.h5").write_bytes(Path("r.h5").read_bytes()[:2000])
+        code, out, _ = case(write=False)
+        assert code == 2
+        assert out.splitlines()[-1].startswith("ERROR unknown tokens=0/12 ")
+
+    @pytest.mark.parametrize(
+        "args",
+        [
+            ["--atol", "x"],
+            ["--atol", "-1"],
+            ["--atol", "nan"],
+            ["--rtol", "inf"],
+            ["--max-ulp", "-1"],
+            ["--max-ulp", "1.5"],
+            ["--max-kl", "-0.1"],
+            ["--on-tie", "maybe"],
+            ["--steps", "0"],
+            ["--steps", "-2"],
+            ["--select", ""],
+            ["--select", " , "],
+            ["--select", "s0,nope"],
+            ["--format", "xml"],
+            ["--output-file", "g.h5"],
+            ["--output-file", "g.h5", "--force"],
+            ["--output-file", "no/where"],
+            ["--output-file", "."],
+            ["--nonsense"],
+            ["third.h5"],
+        ],
+        ids=" ".join,
+    )
+    def test_two_and_one_line_for_a_mistake_in_the_command(self, case, args):
+        code, out, err = case(*args)
+        assert (code, out) == (2, "")
+        assert err.startswith("kdtr: error: ")
+        assert err.count("\n") == 1
+
+    def test_two_for_a_file_that_is_not_there(self, case, capsys):
+        case()
+        for args in (["diff", "g.h5", "no.h5"], ["diff", "no.h5", "r.h5"], ["diff", "g.h5"], ["diff"]):
+            assert main(args) == 2
+            out = capsys.readouterr()
+            assert (out.out, out.err.count("\n")) == ("", 1)
+
+
+class TestOutput:
+    def test_json_is_one_document_on_a_clean_output(self, case):
+        case.run.one.logits["engine"][1, 1] = np.nan
+        code, out, err = case("--format", "json")
+        document = json.loads(out)
+        assert (code, err) == (1, "")
+        assert (document["schema"], document["verdict"], document["exit_code"]) == ("kdtr.diff/1", "DIVERGED", 1)
+        assert document["totals"]["max_abs"] == "nan"
+
+    def test_json_of_invalid_evidence(self, case):
+        case.run.manifest["choices"]["rope_angles"] = "f32"
+        code, out, _ = case("--format", "json")
+        assert (code, json.loads(out)["verdict"]) == (2, "INVALID")
+
+    @pytest.mark.parametrize("form", ["text", "json"])
+    def test_an_output_file_takes_the_report_and_the_line_goes_to_stdout(self, case, form):
+        code, out, _ = case("--format", form, "--output-file", "report")
+        assert (code, out) == (0, IDENTICAL + "\n")
+        text = Path("report").read_text()
+        if form == "json":
+            assert json.loads(text)["verdict"] == "IDENTICAL"
+        else:
+            assert text.splitlines()[-1] == IDENTICAL
+            assert "sequence 1 's1': IDENTICAL" in text
+
+    def test_the_exit_code_is_that_of_the_verdict_with_an_output_file_too(self, case):
+        case.run.one.tokens[3] ^= 1
+        assert case("--output-file", "report")[0] == 1
+
+    def test_an_output_file_is_not_overwritten_without_force(self, case):
+        Path("report").write_text("old")
+        code, out, err = case("--output-file", "report")
+        assert (code, out, Path("report").read_text()) == (2, "", "old")
+        assert "--force" in err
+        assert case("--output-file", "report", "--force")[0] == 0
+        assert Path("report").read_text() != "old"
+
+    def test_a_report_that_can_not_be_written_is_never_a_pass(self, case, monkeypatch):
+        def full(fd):
+            raise OSError(28, "No space left on device")
+
+        case()
+        monkeypatch.setattr("kdtr_cli.workflows.diff.os.fsync", full)
+        code, out, err = case("--output-file", "report", write=False)
+        assert (code, out) == (3, "")
+        assert "could not be written" in err
+        assert not Path("report").exists()
+
+    def test_both_token_lists_stand_above_the_line(self, case):
+        case.run.one.tokens[3] ^= 1
+        lines = case()[1].splitlines()
+        at = next(i for i, line in enumerate(lines) if line.split()[:1] == ["golden"] and "tier" not in line)
+        assert [int(t) for t in lines[at].split()[1:]] == case.golden.one.tokens.tolist()
+        assert [int(t) for t in lines[at + 1].split()[1:]] == case.run.one.tokens.tolist()
+
+
+class TestOptions:
+    def test_steps_and_select(self, case):
+        case.run.one.tokens[3] ^= 1
+        assert case("--steps", "3")[1].splitlines()[-1].endswith(" steps=6/12 verdict=IDENTICAL")
+        code, out, _ = case("--select", " s1 ")
+        assert code == 0
+        assert out.splitlines()[-1].endswith(" sequences=1/2 verdict=IDENTICAL")
+        assert case("--select", "s1,s0")[0] == 1
+
+    def test_every_bound_reaches_the_judge(self, case):
+        perturb(case.run, 1e-4)
+        for args, code in (
+            (["--atol", "1e-3"], 0),
+            (["--rtol", "1e-9"], 1),
+            (["--max-ulp", "1"], 1),
+            (["--max-kl", "1e-5"], 0),
+            (["--max-kl", "0"], 1),
+            (["--atol", "1e-3", "--max-ulp", "1"], 1),
+            (["--atol", "1000"], 2),
+            (["--atol", "1000", "--allow-loose"], 0),
+        ):
+            assert case(*args)[0] == code, args
+
+    def test_where_a_bound_came_from_is_printed(self, case):
+        perturb(case.run, 1e-4)
+        Path("pyproject.toml").write_text("[tool.kdtr.diff]\natol = 1e-3\n")
+        code, out, _ = case("--max-kl", "0.5")
+        assert code == 0
+        assert "atol 0.001 (--atol, pyproject.toml) and rtol 0 (0 beside --atol)" in out
+        assert "KL at most 0.5 (--max-kl, command line)" in out
+        document = json.loads(case("--format", "json")[1])
+        assert document["tolerance"]["atol"] == {"value": 1e-3, "origin": "--atol, pyproject.toml"}
+        assert document["tolerance"]["on_tie"] == {"value": "fail", "origin": "--on-tie, default"}
+
+    def test_the_command_s_help_names_every_option(self, capsys):
+        assert main(["diff", "--help"]) == 0
+        shown = capsys.readouterr().out
+        for parameter in command.params:
+            assert parameter.param_type_name == "argument" or parameter.opts[0] in shown
+
+
+class TestProcess:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        golden = golden_side()
+        write_pair(golden, run_side(golden), tmp_path)
+        return tmp_path
+
+    def test_a_closed_standard_output_is_never_zero(self, folder):
+        done = spawn(["diff", "g.h5", "r.h5"], folder, stderr=subprocess.PIPE, preexec_fn=lambda: os.close(1))
+        assert done.returncode == 3
+        assert b"standard output" in done.stderr
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+    @pytest.mark.parametrize("form", ["text", "json"])
+    def test_a_full_one_neither(self, folder, form):
+        with open("/dev/full", "w") as full:
+            done = spawn(["diff", "g.h5", "r.h5", "--format", form], folder, stdout=full, stderr=subprocess.PIPE)
+        assert done.returncode == 3
+        assert done.stderr.count(b"\n") == 1
+
+    def test_nor_one_whose_reader_left(self, folder):
+        read, write = os.pipe()
+        os.close(read)
+        try:
+            done = spawn(["diff", "g.h5", "r.h5"], folder, stdout=write, stderr=subprocess.PIPE)
+        finally:
+            os.close(write)
+        assert done.returncode == 3
+
+    def test_in_a_pipe_the_line_is_last(self, folder):
+        done = spawn(["diff", "g.h5", "r.h5"], folder, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, IDENTICAL)
+        assert done.stderr == ""
+
+    def test_an_ascii_locale_is_no_reason_to_fail(self, tmp_path):
+        golden = golden_side()
+        golden.one.id = "s\u00e9q \u4e2d"
+        run = run_side(golden)
+        run.one.tokens[2] ^= 1
+        write_pair(golden, run, tmp_path)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "LC_ALL": "C",
+            "PYTHONUTF8": "0",
+            "PYTHONIOENCODING": "ascii",
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "kdtr_cli", "diff", "g.h5", "r.h5"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert b"s\\xe9q" in done.stdout

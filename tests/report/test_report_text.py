@@ -1,0 +1,179 @@
+"""The report for people."""
+
+import re
+
+import numpy as np
+import pytest
+from parity_cases import golden_side, make_tie, perturb, run_side
+
+from kdtr_cli.parity.judge import judge
+from kdtr_cli.parity.tolerances import JudgeOptions
+from kdtr_cli.report.line import verdict_line
+from kdtr_cli.report.text import MAX_SEQUENCES, report_text
+
+pytestmark = pytest.mark.quick
+
+
+def pair(**kwargs):
+    golden = golden_side(**{"sequences": 1, "steps": 24, **kwargs})
+    return golden, run_side(golden)
+
+
+def text_of(golden, run, width=100, **options):
+    report = judge(golden.evidence(), run.evidence(), JudgeOptions(**options))
+    text = report_text(report, width)
+    assert text.endswith("\n")
+    assert text.splitlines()[-1] == verdict_line(report)
+    assert text.isascii()
+    return text
+
+
+def token_rows(text, label):
+    """The numbers of all lines with that label, in order."""
+    words = [line.split() for line in text.splitlines()]
+    return [w[1:] for w in words if w and w[0] == label and len(w) > 1 and all(x.isdigit() or x == "-" for x in w[1:])]
+
+
+def shown(text, label):
+    return [x for row in token_rows(text, label) for x in row]
+
+
+class TestTokens:
+    @pytest.mark.parametrize("width", [20, 40, 79, 100, 300])
+    @pytest.mark.parametrize("steps", [1, 5, 24, 96])
+    def test_both_lists_stand_one_above_the_other(self, width, steps):
+        golden, run = pair(steps=steps, vocab=512)
+        run.one.tokens[steps // 2] ^= 1
+        text = text_of(golden, run, width)
+        assert shown(text, "golden") == [str(t) for t in golden.one.tokens]
+        assert shown(text, "run") == [str(t) for t in run.one.tokens]
+        assert shown(text, "step") == [str(i) for i in range(steps)]
+        lines = text.splitlines()
+        for i, line in enumerate(lines):
+            if line.strip().startswith("step "):
+                assert len(lines[i]) == len(lines[i + 1]) == len(lines[i + 2]) <= max(width, 16)
+                ends = [[m.end() for m in re.finditer(r"\d+", row)] for row in lines[i : i + 3]]
+                assert ends[0] == ends[1] == ends[2]
+
+    @pytest.mark.parametrize("step", [0, 7, 23])
+    def test_the_first_difference_is_marked(self, step):
+        golden, run = pair()
+        run.one.tokens[step] = 38 if golden.one.tokens[step] == 39 else 39
+        lines = text_of(golden, run).splitlines()
+        at = next(i for i, line in enumerate(lines) if line.strip().startswith("^"))
+        assert sum("^" in line for line in lines) == 1
+        ends = [m.end() for m in re.finditer(r"\d+", lines[at - 1])]
+        assert len(lines[at]) == ends[step]
+
+    def test_a_teacher_forced_run_has_every_difference_marked(self):
+        golden, run = pair()
+        run.manifest["decoding"]["teacher_forced"] = True
+        for step in (3, 9):
+            run.one.tokens[step] ^= 1
+        (marks,) = [line for line in text_of(golden, run).splitlines() if line.strip().startswith("^")]
+        assert len(marks.split()) == 2
+
+    def test_where_one_side_ended_there_is_a_dash(self):
+        golden, run = pair()
+        run.one.tokens, run.one.logits = run.one.tokens[:20], {"engine": run.one.logits["engine"][:20]}
+        assert shown(text_of(golden, run), "run")[20:24] == ["-"] * 4
+        assert "the run is shorter: 20 tokens, the golden has 24 (kdtr diff --steps 20" in text_of(golden, run)
+
+    def test_a_missing_sequence_is_shown(self):
+        golden, run = pair(sequences=2)
+        del run.seqs[0]
+        text = text_of(golden, run)
+        assert "the run lacks it" in text
+        assert shown(text, "run")[:24] == ["-"] * 24
+
+    def test_long_lists_are_cut_and_say_what_was_left_out(self):
+        golden, run = pair(steps=2000, vocab=10)
+        text = text_of(golden, run)
+        assert "steps 24 to 1991 left out: all equal" in text
+        assert len(shown(text, "golden")) == 32
+        run.manifest["decoding"]["teacher_forced"] = True
+        for step in (1000, 1500, 1501):
+            run.one.tokens[step] = (run.one.tokens[step] + 1) % 10
+        text = text_of(golden, run)
+        assert "steps 24 to 987 left out: all equal" in text
+        assert "steps 1012 to 1991 left out: 2 differ" in text
+        assert "1000" in shown(text, "step")
+        assert len(text.splitlines()) < 60
+
+
+class TestContent:
+    def test_the_header_says_what_was_compared_by_which_rule(self):
+        text = text_of(*pair())
+        assert "golden  golden.h5, tier exact, exact + float64" in text
+        assert "run     run.h5, ar, tier exact, engine, device cpu, batch 1" in text
+        assert "atol 0 (default of tier exact) and rtol 0 (default of tier exact)" in text
+        assert "against the golden's exact logits" in text
+        assert "1 of 1 sequences, 24 of 24 steps: 24 of 24 rows of logits compared, 24 of them identical" in text
+
+    def test_every_rule_and_its_origin_is_shown(self):
+        golden, run = pair()
+        text = text_of(golden, run, rtol=0.5, max_ulp=3, max_kl=0.25, allow_loose=True, steps=3, on_tie="warn")
+        assert "atol 0 (0 beside --rtol) and rtol 0.5 (--rtol)" in text
+        assert "at most 3 ULP (--max-ulp)" in text
+        assert "KL at most 0.25 (--max-kl)" in text
+        assert "options on_tie warn (--on-tie), allow_loose True (--allow-loose), steps 3 (--steps)" in text
+
+    def test_the_first_divergence_in_detail(self):
+        golden, run = pair()
+        golden.one.ties = (5,)
+        token = make_tie(golden, run, 5)
+        text = text_of(golden, run, atol=2e-3)
+        row = golden.one.logits["exact"][5]
+        assert f"first divergence at step 5: golden {golden.one.tokens[5]}, run {token}" in text
+        assert "margin (top1 - top2): golden 0.001" in text
+        assert "tie: the run's token is within tolerance of the golden's maximum; the golden recorded" in text
+        ranked = np.argsort(-row)[:5]
+        lines = text.splitlines()
+        at = next(i for i, line in enumerate(lines) if line.strip().startswith("top 5"))
+        assert [int(line.split()[1]) for line in lines[at + 1 : at + 6]] == ranked.tolist()
+        assert "logits after the first divergence follow other tokens" in text
+
+    def test_findings_are_listed_with_their_codes(self):
+        golden, run = pair()
+        run.one.logits["engine"][2, 3] = np.nan
+        text = text_of(golden, run)
+        assert "error   sequence 's0': the run's logits are not finite, first at step 2, id 3: nan" in text
+        assert "[logits.nonfinite]" in text
+
+    def test_invalid_evidence_is_told_without_tables(self):
+        golden, _ = pair()
+        report = judge(golden.evidence(), golden.evidence())
+        text = report_text(report)
+        assert "two goldens were given" in text
+        assert token_rows(text, "step") == []
+
+    @pytest.mark.parametrize("form", ["top:5", "digest"])
+    def test_partial_logits_are_labelled(self, form):
+        golden, run = pair()
+        golden.one.form = form
+        run.one.tokens[3] ^= 1
+        text = text_of(golden, run)
+        assert f"logits {form.replace(':', '')}: 4 of 24 rows compared" in text
+
+    def test_many_sequences_are_cut_but_no_failure_is_left_out(self):
+        golden, run = pair(sequences=100, steps=3)
+        for bad in (50, 99):
+            run.seqs[bad].tokens[1] ^= 1
+        text = text_of(golden, run)
+        assert text.count("\nsequence ") == MAX_SEQUENCES
+        assert "sequence 50 's50': DIVERGED" in text
+        assert "sequence 99 's99': DIVERGED" in text
+        assert "68 more sequences are not shown; all together: 98 IDENTICAL, 2 DIVERGED" in text
+
+    def test_many_findings_are_cut(self):
+        golden, run = pair(sequences=100, steps=3)
+        for s in run.seqs:
+            s.tokens[1] ^= 1
+        text = text_of(golden, run)
+        assert text.count("[tokens.diverged]") <= 40
+        assert "more findings" in text
+
+    def test_a_pass_shows_how_far_it_was(self):
+        golden, run = pair()
+        perturb(run, 1e-3)
+        assert "0 identical; max abs " in text_of(golden, run, atol=1e-2)
