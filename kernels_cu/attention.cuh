@@ -4,7 +4,7 @@
 
 #define CHUNK 256   // positions of one chunk, counted from position 0 (rule 10)
 #define SEGMENT 32  // positions whose scores one block computes; each leaves its maximum
-#define HEADS 4     // heads that share one read of a key
+#define HEADS 8     // heads that share one read of a key
 
 __device__ __forceinline__ int chunk_count(int position) { return position / CHUNK + 1; }
 

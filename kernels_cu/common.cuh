@@ -17,9 +17,21 @@ __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000);
 __device__ __forceinline__ bool is_nan(float x) { return x != x; }
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
-// Each of the N values of every lane becomes the sum over the warp's 32 lanes by the xor tree 16, 8, 4, 2, 1 (rule 3).
+// The warp fold of the contract (rule 3): the sum of a value over the 32 lanes by the xor tree 16, 8, 4, 2, 1.
+//
+//   fold32(v):        every lane gets all N sums
+//   fold_scatter(v):  lane l gets the sums of values b * 32 + l * n / 32 in out[b], n = min(N, 32); N a power of two
+//
+// fold_scatter lets a lane keep half of its values at each step and hand the other half to its partner: N - 1 shuffles
+// for 32 values instead of 5 N. Which lane of a pair adds makes no difference: a + b = b + a.
 #ifdef KDTR_CPU
+template <int N, int B> __device__ __forceinline__ void fold_scatter_on(int line, float (&v)[N], float (&out)[B]) {
+  cc::fold32(line, v);
+  const int lane = threadIdx.x & 31;
+  for (int b = 0; b < B; ++b) out[b] = v[b * 32 + (N < 32 ? lane * N / 32 : lane)];
+}
 #define fold32(v) cc::fold32(__LINE__, v)
+#define fold_scatter(v, out) fold_scatter_on(__LINE__, v, out)
 #else
 template <int N> __device__ __forceinline__ void fold32(float (&v)[N]) {
 #pragma unroll
@@ -27,8 +39,37 @@ template <int N> __device__ __forceinline__ void fold32(float (&v)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) v[i] = v[i] + __shfl_xor_sync(FULL_WARP, v[i], o);
 }
+// One batch of up to 32 values: after step o a lane holds the values whose index bit is its own lane bit.
+template <int N, int STEP> __device__ __forceinline__ float fold_batch(float (&v)[N]) {
+  if constexpr (STEP == 0) {
+    return v[0];
+  } else {
+    const bool high = threadIdx.x & STEP;
+    float kept[N > 1 ? N / 2 : 1];
+    if constexpr (N == 1) {
+      kept[0] = v[0] + __shfl_xor_sync(FULL_WARP, v[0], STEP);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) {
+        const float give = high ? v[i] : v[i + N / 2];
+        kept[i] = (high ? v[i + N / 2] : v[i]) + __shfl_xor_sync(FULL_WARP, give, STEP);
+      }
+    }
+    return fold_batch<(N > 1 ? N / 2 : 1), STEP / 2>(kept);
+  }
+}
+template <int N, int B> __device__ __forceinline__ void fold_scatter(float (&v)[N], float (&out)[B]) {
+  constexpr int n = N < 32 ? N : 32;
+  static_assert(B * n == N && (n & (n - 1)) == 0, "fold_scatter: N values, N a power of two");
+#pragma unroll
+  for (int b = 0; b < B; ++b) {
+    float part[n];
+#pragma unroll
+    for (int i = 0; i < n; ++i) part[i] = v[b * 32 + i];
+    out[b] = fold_batch<n, 16>(part);
+  }
+}
 #endif
-
 
 // Maximum that keeps NaN (rule 2).
 __device__ __forceinline__ float max_nan(float a, float b) { return is_nan(a) ? a : (is_nan(b) ? b : (a < b ? b : a)); }

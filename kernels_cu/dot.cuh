@@ -38,17 +38,20 @@ __device__ __forceinline__ float add_products(float s, float4 a, float4 b) {
   return s + a.w * b.w;
 }
 
-// total[r * M + m] = dot(w[r], x[m]) over k_size elements, for R rows w and M rows x; every lane gets all results.
+// Dots of R rows w and M rows x over k_size elements, dot i = r * M + m, by one warp. With D = R * M dots, a power of
+// two, and d = min(D, 8): lane l gets dot b * 8 + l * d / 32 in total[b].
 template <int M, int R, bool VEC>
-__device__ __forceinline__ void warp_dots(const float* const (&w)[R], const float* const (&x)[M], int k_size, float (&total)[R * M]) {
+__device__ __forceinline__ void warp_dots(const float* const (&w)[R], const float* const (&x)[M], int k_size,
+                                          float (&total)[(R * M + 7) / 8]) {
+  constexpr int D = R * M, B = (D + 7) / 8, LANES = 32 / (4 * (D < 8 ? D : 8));  // lanes that hold one folded value
   const int lane = threadIdx.x & 31, quads = (k_size + 3) / 4;
 #pragma unroll
-  for (int i = 0; i < R * M; ++i) total[i] = 0.f;
+  for (int b = 0; b < B; ++b) total[b] = 0.f;
   for (int first = 0; first < quads; first += BLOCK_QUADS) {
     const int end = min(quads, first + BLOCK_QUADS);
-    float a[R * M * 4];
+    float a[D * 4];
 #pragma unroll
-    for (int i = 0; i < R * M * 4; ++i) a[i] = 0.f;
+    for (int i = 0; i < D * 4; ++i) a[i] = 0.f;
     for (int b = first; b < end; b += 128) {
 #pragma unroll
       for (int g = 0; g < 4; ++g) {
@@ -66,22 +69,30 @@ __device__ __forceinline__ void warp_dots(const float* const (&w)[R], const floa
         }
       }
     }
-    fold32(a);
+    float part[B];
+    fold_scatter(a, part);
 #pragma unroll
-    for (int i = 0; i < R * M; ++i) total[i] = total[i] + ((a[4 * i] + a[4 * i + 1]) + (a[4 * i + 2] + a[4 * i + 3]));
+    for (int b = 0; b < B; ++b) {
+      part[b] = part[b] + __shfl_xor_sync(FULL_WARP, part[b], LANES);      // g0 + g1, g2 + g3
+      part[b] = part[b] + __shfl_xor_sync(FULL_WARP, part[b], 2 * LANES);  // (g0 + g1) + (g2 + g3)
+      total[b] = total[b] + part[b];
+    }
   }
 }
 
-// The same by a block of 128 threads; result i = r * M + m is valid in thread i (R * M <= 128). `part` is shared memory.
+// The same by 128 threads t, R * M <= 128 dots; thread i gets dot i. `part` is shared memory of these 128 threads; all
+// threads of the block must call this together.
 template <int M, int R, bool VEC>
-__device__ __forceinline__ float block_dots(const float* const (&w)[R], const float* const (&x)[M], int k_size, float (&part)[R * M][4]) {
-  const int t = threadIdx.x, quads = (k_size + 3) / 4;
+__device__ __forceinline__ float block_dots(int t, const float* const (&w)[R], const float* const (&x)[M], int k_size,
+                                            float (&part)[R * M][4]) {
+  constexpr int D = R * M, B = (D + 31) / 32, n = D < 32 ? D : 32;
+  const int quads = (k_size + 3) / 4, lane = t & 31;
   float total = 0.f;
   for (int first = 0; first < quads; first += BLOCK_QUADS) {
     const int end = min(quads, first + BLOCK_QUADS);
-    float a[R * M];
+    float a[D];
 #pragma unroll
-    for (int i = 0; i < R * M; ++i) a[i] = 0.f;
+    for (int i = 0; i < D; ++i) a[i] = 0.f;
 #pragma unroll 4
     for (int q = first + t; q < end; q += 128) {
       float4 wq[R];
@@ -94,12 +105,13 @@ __device__ __forceinline__ float block_dots(const float* const (&w)[R], const fl
         for (int r = 0; r < R; ++r) a[r * M + m] = add_products(a[r * M + m], wq[r], xq);
       }
     }
-    fold32(a);
-    if ((t & 31) == 0)
+    float sum[B];
+    fold_scatter(a, sum);
+    if (lane % (32 / n) == 0)
 #pragma unroll
-      for (int i = 0; i < R * M; ++i) part[i][t >> 5] = a[i];
+      for (int b = 0; b < B; ++b) part[b * 32 + lane * n / 32][t >> 5] = sum[b];
     __syncthreads();
-    if (t < R * M) total = total + ((part[t][0] + part[t][1]) + (part[t][2] + part[t][3]));
+    if (t < D) total = total + ((part[t][0] + part[t][1]) + (part[t][2] + part[t][3]));
     __syncthreads();
   }
   return total;

@@ -13,8 +13,7 @@
 // bytes   4 * (tiles * n * k + items * (k + n))
 #include "matmul.cuh"
 
-EXPERT_MATMUL(expert_matmul_w1_m1_r4, one_warp, 1, 4)
-EXPERT_MATMUL(expert_matmul_w1_m4_r2, one_warp, 4, 2)
-EXPERT_MATMUL(expert_matmul_w4_m1_r2, four_warps, 1, 2)
-EXPERT_MATMUL(expert_matmul_w4_m1_r4, four_warps, 1, 4)
-EXPERT_MATMUL(expert_matmul_w4_m4_r4, four_warps, 4, 4)
+EXPERT_MATMUL(expert_matmul_w1_m1_r4, 1, one_warp<1, 4, VEC>)
+EXPERT_MATMUL(expert_matmul_w1_m4_r2, 4, one_warp<4, 2, VEC>)
+EXPERT_MATMUL(expert_matmul_w4_m1_r2, 1, four_warps<1, 2, VEC, 1>)
+EXPERT_MATMUL(expert_matmul_w4_m4_r4, 4, four_warps<4, 4, VEC, 1>)

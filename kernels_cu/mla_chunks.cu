@@ -6,11 +6,11 @@
 // out  sums      float32 [rows, heads, chunks]            sum of exp(score - max) over the chunk
 //      vectors   float32 [rows, heads, chunks, latent]    sum of exp(score - max) * latent over the chunk
 //
-// launch  grid (chunks, ceil(heads / 4), rows * ceil(latent / 128)), block 128; chunks past a row's position end at once
-// work    weights of four heads in shared memory, made by every block of a chunk; then a thread owns one latent column
+// launch  grid (chunks, ceil(heads / 8), rows * ceil(latent / 128)), block 128; chunks past a row's position end at once
+// work    weights of eight heads in shared memory, made by every block of a chunk; then a thread owns one latent column
 // order   max over all visible keys; the chunk's sum is sum128 over its own positions (lanes 64..127 stay +0);
 //         vectors add p * latent in ascending position from +0, one rounded product and one rounded addition a key
-// bytes   4 * rows * (heads / 4 * chunks * 256 * latent + heads * (span + chunks * (latent + 1)))
+// bytes   4 * rows * (heads / 8 * chunks * 256 * latent + heads * (span + chunks * (latent + 1)))
 #include "attention.cuh"
 
 // The maximum of the scores that head h sees, by one warp; all lanes get it.
@@ -23,61 +23,58 @@ __device__ __forceinline__ float head_peak(const float* peaks, int count) {
 }
 
 // sum128 over the chunk's own 256 positions by warp 0: group g holds positions 128 g + 4 lane ... + 3; g 2 and 3 stay +0.
-__device__ __forceinline__ void chunk_sums(const float4 (&p)[CHUNK], float* sums, int heads_here, int chunks) {
-  const int t = threadIdx.x;
-  float g[2 * HEADS];
+__device__ __forceinline__ void chunk_sums(const float (&p)[CHUNK][HEADS], float* sums, int heads_here, int chunks) {
+  const int lane = threadIdx.x;
+  float g[2 * HEADS], total[1];
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    float4 s = {0.f, 0.f, 0.f, 0.f};
+  for (int j = 0; j < 2 * HEADS; ++j) {
+    g[j] = 0.f;
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float4 v = p[128 * j + 4 * t + k];
-      s = {s.x + v.x, s.y + v.y, s.z + v.z, s.w + v.w};
-    }
-    g[j] = s.x;
-    g[2 + j] = s.y;
-    g[4 + j] = s.z;
-    g[6 + j] = s.w;
+    for (int k = 0; k < 4; ++k) g[j] = g[j] + p[128 * (j % 2) + 4 * lane + k][j / 2];
   }
-  fold32(g);
-#pragma unroll
-  for (int h = 0; h < HEADS; ++h)
-    if (t == h && h < heads_here) sums[(i64)h * chunks] = g[2 * h] + g[2 * h + 1];
+  fold_scatter(g, total);  // lane 2 j and 2 j + 1: head j / 2, group j % 2
+  const float both = total[0] + __shfl_xor_sync(FULL_WARP, total[0], 2);
+  if (lane % 4 == 0 && lane / 4 < heads_here) sums[(i64)(lane / 4) * chunks] = both;
+}
+
+__device__ __forceinline__ float4 add_weighted(float4 a, float4 w, float v) {
+  return {a.x + w.x * v, a.y + w.y * v, a.z + w.z * v, a.w + w.w * v};
 }
 
 extern "C" __global__ void __launch_bounds__(128)
     mla_chunks(const float* scores, const float* peaks, const float* cache, const int* positions, const int* slots, float* sums,
                float* vectors, int heads, int width, int latent, int capacity, int chunks) {
-  __shared__ float4 p[CHUNK];  // the weights of four heads at each position
+  __shared__ float4 weights[CHUNK][2];  // of eight heads at each position
   __shared__ float peak[HEADS];
+  float(&p)[CHUNK][HEADS] = *(float(*)[CHUNK][HEADS])weights;
   const int blocks = (latent + 127) / 128, row = blockIdx.z / blocks, column = blockIdx.z % blocks * 128 + threadIdx.x;
   const int chunk = blockIdx.x, h0 = blockIdx.y * HEADS, t = threadIdx.x, warp = t >> 5;
   const int position = positions[row];
   if (chunk >= chunk_count(position)) return;
   const int span = chunks * CHUNK, segments = span / SEGMENT, keys_here = chunk_keys(position, chunk), heads_here = min(HEADS, heads - h0);
   const i64 first_head = (i64)row * heads + h0;
-  const float m = head_peak(peaks + (first_head + min(warp, heads_here - 1)) * segments, position / SEGMENT + 1);
-  if ((t & 31) == 0) peak[warp] = m;
+#pragma unroll
+  for (int h = warp; h < HEADS; h += 4) {
+    const float m = head_peak(peaks + (first_head + min(h, heads_here - 1)) * segments, position / SEGMENT + 1);
+    if ((t & 31) == 0) peak[h] = m;
+  }
   __syncthreads();
-  for (int i = t; i < CHUNK; i += 128) {
-    float w[HEADS];
+  for (int i = t; i < CHUNK; i += 128)
 #pragma unroll
     for (int h = 0; h < HEADS; ++h)
-      w[h] = h < heads_here && i < keys_here ? exact_exp(scores[(first_head + h) * span + chunk * CHUNK + i] - peak[h]) : 0.f;
-    p[i] = {w[0], w[1], w[2], w[3]};
-  }
+      p[i][h] = h < heads_here && i < keys_here ? exact_exp(scores[(first_head + h) * span + chunk * CHUNK + i] - peak[h]) : 0.f;
   __syncthreads();
   if (column < 32) chunk_sums(p, sums + first_head * chunks + chunk, heads_here, chunks);
   if (column >= latent) return;
   const float* key = cache + ((i64)slots[row] * capacity + chunk * CHUNK) * width + column;
-  float4 a = {0.f, 0.f, 0.f, 0.f};
+  float4 a = {0.f, 0.f, 0.f, 0.f}, b = a;
 #pragma unroll 8
   for (int i = 0; i < keys_here; ++i) {
     const float v = key[(i64)i * width];
-    const float4 w = p[i];
-    a = {a.x + w.x * v, a.y + w.y * v, a.z + w.z * v, a.w + w.w * v};
+    a = add_weighted(a, weights[i][0], v);
+    b = add_weighted(b, weights[i][1], v);
   }
-  const float out[HEADS] = {a.x, a.y, a.z, a.w};
+  const float out[HEADS] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
   for (int h = 0; h < HEADS; ++h)
     if (h < heads_here) vectors[((first_head + h) * chunks + chunk) * latent + column] = out[h];

@@ -6,31 +6,31 @@
 // out  scores    float32 [rows, heads, span]              span = chunks * 256; visible positions are written
 //      peaks     float32 [rows, heads, span / 32]         maximum of each visible segment of 32, NaN if any score is
 //
-// launch  grid (span / 32, ceil(heads / 4), rows), block 128; segments past a row's position end at once
-// work    warp w takes keys w, w + 4, ... two at a time for four heads: a key is read once for four heads
+// launch  grid (span / 32, ceil(heads / 8), rows), block 128; segments past a row's position end at once
+// work    warp w takes keys w, w + 4, ... two at a time for eight heads: a key is read once for eight heads
 // order   score = scale * sum128 over latent and rotary part together; the maximum is exact in any order
-// bytes   4 * rows * (chunks * 256 * width * heads / 4 + heads * (width + span))
+// bytes   4 * rows * (chunks * 256 * width * heads / 8 + heads * (width + span))
 #include "attention.cuh"
 #include "dot.cuh"
 
 template <bool VEC>
 __device__ __forceinline__ void score_segment(const float* query, const float* keys, float* scores, int keys_here, int heads_here,
-                                              int width, int span, float scale, float (&peak)[HEADS]) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+                                              int width, int span, float scale, float (&peak)[2]) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = lane / 4;  // a lane holds head h's dots of both keys
   const float *q[HEADS], *k[2];
 #pragma unroll
-  for (int h = 0; h < HEADS; ++h) q[h] = query + (i64)min(h, heads_here - 1) * width;
+  for (int i = 0; i < HEADS; ++i) q[i] = query + (i64)min(i, heads_here - 1) * width;
   for (int i = 2 * warp; i < keys_here; i += 8) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) k[r] = keys + (i64)min(i + r, keys_here - 1) * width;
-    float s[2 * HEADS];
+    float s[2];
     warp_dots<HEADS, 2, VEC>(k, q, width, s);
 #pragma unroll
-    for (int j = 0; j < 2 * HEADS; ++j) {
-      const int r = j / HEADS, h = j % HEADS;
-      s[j] = s[j] * scale;
-      if (i + r < keys_here) peak[h] = max_nan(peak[h], s[j]);
-      if (lane == j && i + r < keys_here && h < heads_here) scores[(i64)h * span + i + r] = s[j];
+    for (int r = 0; r < 2; ++r) {
+      s[r] = s[r] * scale;
+      if (i + r >= keys_here) continue;
+      peak[r] = max_nan(peak[r], s[r]);
+      if (lane % 4 == 0 && h < heads_here) scores[(i64)h * span + i + r] = s[r];
     }
   }
 }
@@ -47,16 +47,12 @@ extern "C" __global__ void __launch_bounds__(128)
   const float* q = query + first_head * width;
   const float* k = cache + ((i64)slots[row] * capacity + first) * width;
   float* s = scores + first_head * span + first;
-  float peak[HEADS];
-#pragma unroll
-  for (int h = 0; h < HEADS; ++h) peak[h] = -infinity();
+  float peak[2] = {-infinity(), -infinity()};
   if (width % 4 == 0)
     score_segment<true>(q, k, s, keys_here, heads_here, width, span, scale, peak);
   else
     score_segment<false>(q, k, s, keys_here, heads_here, width, span, scale, peak);
-  if ((t & 31) == 0)
-#pragma unroll
-    for (int h = 0; h < HEADS; ++h) best[t >> 5][h] = peak[h];
+  if (t % 4 == 0) best[t >> 5][(t & 31) / 4] = max_nan(peak[0], peak[1]);
   __syncthreads();
   if (t < heads_here)
     peaks[(first_head + t) * (span / SEGMENT) + blockIdx.x] = max_nan(max_nan(best[0][t], best[1][t]), max_nan(best[2][t], best[3][t]));

@@ -5,13 +5,15 @@
 // out  ids     int32 [rows, slots]             slots ordered by choice
 //      weights float32 [rows, slots]
 //
-// launch  grid (rows), block 128, shared 8 * experts + 8 * groups bytes; experts <= 2048, groups <= 1024, slots <= 128
+// launch  grid (rows), block 256, shared 16 * experts + 12 * groups bytes; experts <= 2048, groups <= 1024, slots <= 128
 // work    a token is a block. An expert's slot is its rank: the number of experts that stand before it, counted by one
 //         thread over all; no rounds, no exchange. Choices are compared as integers in the contract's order.
 // order   softmax: exact maximum, sum128, one division each; normaliser: sum128 of the chosen scores in slot order
 //         choice: NaN first, then larger, then smaller index
 // bytes   4 * rows * (experts + 2 slots)
 #include "common.cuh"
+
+#define THREADS 256
 
 // An integer that grows with x in the contract's order: NaN above all, -0 = +0.
 __device__ __forceinline__ u32 order_key(float x) {
@@ -20,14 +22,14 @@ __device__ __forceinline__ u32 order_key(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// How many of n keys stand before key i: the larger ones, and equal ones of smaller index.
-__device__ __forceinline__ int rank_of(const u32* keys, int n, int i) {
-  const u32 key = keys[i];
+// The key of element i, different for each: larger first, then the smaller index.
+__device__ __forceinline__ u64 unique_key(float x, int i) { return (u64)order_key(x) << 32 | (u32)~i; }
+
+// How many of n keys stand before this one.
+__device__ __forceinline__ int rank_of(const u64* keys, int n, u64 key) {
   int rank = 0;
-#pragma unroll 4
-  for (int j = 0; j < i; ++j) rank += keys[j] >= key;
-#pragma unroll 4
-  for (int j = i + 1; j < n; ++j) rank += keys[j] > key;
+#pragma unroll 8
+  for (int j = 0; j < n; ++j) rank += keys[j] > key;
   return rank;
 }
 
@@ -47,14 +49,14 @@ __device__ __forceinline__ float warp_sum128(const float* v, int n) {
 __device__ __forceinline__ void softmax_scores(const float* logits, float* score, int n, float& sum) {
   float peak = -infinity();  // every thread looks at all: exact in any order
   for (int i = 0; i < n; ++i) peak = max_nan(peak, logits[i]);
-  for (int i = threadIdx.x; i < n; i += 128) score[i] = exact_exp(logits[i] - peak);
+  for (int i = threadIdx.x; i < n; i += THREADS) score[i] = exact_exp(logits[i] - peak);
   __syncthreads();
   if (threadIdx.x < 32) {
     const float s = warp_sum128(score, n);
     if (threadIdx.x == 0) sum = s;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < n; i += 128) score[i] = score[i] / sum;
+  for (int i = threadIdx.x; i < n; i += THREADS) score[i] = score[i] / sum;
 }
 
 // Score of a group of n experts: the sum of its two best choices (V3), or its best alone (V2).
@@ -72,37 +74,38 @@ __device__ __forceinline__ float group_score(const float* choice, int n, bool be
   return best_two ? a + b : a;
 }
 
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(THREADS)
     router(const float* logits, const float* bias, int* ids, float* weights, int experts, int slots, int groups, int kept_groups,
            int softmax, int best_two, int normalise, float factor) {
-  extern __shared__ float shared[];
+  extern __shared__ u64 shared[];
   __shared__ float chosen[128], sum;
-  float *score = shared, *choice = shared + experts;
-  u32 *keys = (u32*)choice, *group_keys = (u32*)(shared + 2 * experts);
-  int* group_rank = (int*)(shared + 2 * experts + groups);
+  u64 *keys = shared, *group_keys = shared + experts;
+  float *score = (float*)(shared + experts + groups), *choice = score + experts;
+  int* group_rank = (int*)(choice + experts);
   const int t = threadIdx.x, row = blockIdx.x;
   logits += (i64)row * experts;
   if (softmax)
     softmax_scores(logits, score, experts, sum);
   else
-    for (int i = t; i < experts; i += 128) score[i] = exact_sigmoid(logits[i]);
-  for (int i = t; i < experts; i += 128) choice[i] = bias ? score[i] + bias[i] : score[i];
-  __syncthreads();
+    for (int i = t; i < experts; i += THREADS) score[i] = exact_sigmoid(logits[i]);
+  for (int i = t; i < experts; i += THREADS) choice[i] = bias ? score[i] + bias[i] : score[i];
   const int size = experts / groups;
-  if (kept_groups < groups) {
-    for (int g = t; g < groups; g += 128) group_keys[g] = order_key(group_score(choice + g * size, size, best_two));
+  const bool all = kept_groups >= groups;
+  if (!all) {
     __syncthreads();
-    for (int g = t; g < groups; g += 128) group_rank[g] = rank_of(group_keys, groups, g);
+    for (int g = t; g < groups; g += THREADS) group_keys[g] = unique_key(group_score(choice + g * size, size, best_two), g);
+    __syncthreads();
+    for (int g = t; g < groups; g += THREADS) group_rank[g] = rank_of(group_keys, groups, group_keys[g]);
     __syncthreads();
   }
   // V3 takes the experts of other groups out; V2 gives them the score 0, as transformers 5 does
-  for (int i = t; i < experts; i += 128) {
-    const bool kept = kept_groups >= groups || group_rank[i / size] < kept_groups;
-    keys[i] = order_key(kept ? choice[i] : best_two ? -infinity() : 0.f);
+  for (int i = t; i < experts; i += THREADS) {
+    const bool kept = all || group_rank[i / size] < kept_groups;
+    keys[i] = unique_key(kept ? choice[i] : best_two ? -infinity() : 0.f, i);
   }
   __syncthreads();
-  for (int i = t; i < experts; i += 128) {
-    const int rank = rank_of(keys, experts, i);
+  for (int i = t; i < experts; i += THREADS) {
+    const int rank = rank_of(keys, experts, keys[i]);
     if (rank < slots) {
       chosen[rank] = score[i];
       ids[(i64)row * slots + rank] = i;

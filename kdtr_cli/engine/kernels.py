@@ -1,0 +1,445 @@
+"""The kernel table: every kernel of the engine, described once.
+
+The engine launches by it, ``kdtr kernels list|compile|test`` and the tests read it, and the NumPy twin of a kernel is
+the function of the same ``twin`` name in ``kdtr_cli.reference.twins``. An array argument names its shape by the scalar
+arguments (and by extra dimensions that only the launch needs, such as rows).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["KERNELS", "Arg", "Kernel", "expert_matmul", "matmul", "most_tiles", "sources"]
+
+CHUNK = 256  # positions of an attention chunk (rule 10; attention.cuh)
+SEGMENT = 32  # positions whose scores one block makes (attention.cuh)
+SPAN = 2048  # logits of one part of the token choice (sample.cu)
+_HEADS = 8  # heads of a block that share a key (attention.cuh)
+
+DTYPES = {
+    "f32": np.dtype(np.float32),
+    "i32": np.dtype(np.int32),
+    "i64": np.dtype(np.int64),
+    "u32": np.dtype(np.uint32),
+    "u64": np.dtype(np.uint64),
+}
+
+Dims = Mapping[str, Any]
+Grid = Callable[[Dims], tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One argument, in the order of the C++ signature."""
+
+    name: str
+    dtype: str  #: key of DTYPES
+    shape: tuple[str, ...] | None = None  #: names of dimensions; None for a scalar passed by value
+    role: str = "in"  #: in, out or inout
+    nullable: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How to launch a kernel and what it costs."""
+
+    name: str
+    file: str
+    args: tuple[Arg, ...]
+    grid: Grid
+    twin: str
+    block: tuple[int, int, int] = (128, 1, 1)
+    shared: Callable[[Dims], int] = lambda d: 0
+    tier: str = "exact"
+    #: bytes that must move through device memory and floating-point operations, for benchmarks
+    bytes: Callable[[Dims], int] = lambda d: 0
+    flops: Callable[[Dims], int] = lambda d: 0
+
+    def arrays(self) -> tuple[Arg, ...]:
+        """The array arguments."""
+        return tuple(a for a in self.args if a.shape is not None)
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _args(text: str) -> tuple[Arg, ...]:
+    """Arguments, one a line: ``role dtype name[dim, dim]``, or ``dtype name`` for a scalar; ``?`` = may be null."""
+    out = []
+    for line in text.strip().splitlines():
+        words = line.split(None, 2) if line.split()[0] in ("in", "out", "inout") else ["", *line.split(None, 1)]
+        role, dtype, name = words
+        if role:
+            name, dims = name.rstrip("]").split("[")
+            shape = tuple(d.strip() for d in dims.split(","))
+            out.append(Arg(name.rstrip("?"), dtype, shape, role, name.endswith("?")))
+        else:
+            out.append(Arg(name, dtype))
+    return tuple(out)
+
+
+_MATMUL_ARGS = _args("""
+in f32 x[rows, x_row]
+in f32 w[heads, n, k]
+in f32 bias?[n]
+in f32 residual?[rows, y_row]
+out f32 y[rows, y_row]
+i32 rows
+i32 n
+i32 k
+i64 x_row
+i64 y_row
+i64 x_head
+i64 w_head
+i64 y_head
+""")
+_EXPERT_ARGS = _args("""
+in f32 x[x_rows, k]
+in f32 w[experts, n, k]
+in i32 items[item_count]
+in i32 tiles[tile_places, 3]
+in i32 tile_count[1]
+out f32 y[item_count, n]
+i32 n
+i32 k
+i32 items_a_row
+""")
+
+
+def _matmul_kernel(name: str, file: str, rows: int, outputs: int, teams: int = 1) -> Kernel:
+    return Kernel(
+        name,
+        file,
+        _MATMUL_ARGS,
+        lambda d: (_up(d["n"], outputs * teams), _up(d["rows"], rows), d["heads"]),
+        "matmul",
+        block=(128, teams, 1),
+        bytes=lambda d: 4 * d["heads"] * (d["n"] * d["k"] + d["rows"] * (d["n"] + d["k"])),
+        flops=lambda d: 2 * d["heads"] * d["rows"] * d["n"] * d["k"],
+    )
+
+
+def _expert_kernel(name: str, outputs: int) -> Kernel:
+    return Kernel(
+        name,
+        "expert_matmul.cu",
+        _EXPERT_ARGS,
+        lambda d: (_up(d["n"], outputs), d["tile_places"], 1),
+        "expert_matmul",
+        bytes=lambda d: 4 * (d["touched"] * d["n"] * d["k"] + d["item_count"] * (d["n"] + d["k"])),
+        flops=lambda d: 2 * d["item_count"] * d["n"] * d["k"],
+    )
+
+
+def _elements(name: str, file: str, args: str, size: str, **more: Any) -> Kernel:
+    """A kernel with one thread an element of rows of `size` elements."""
+    return Kernel(name, file, _args(args), lambda d: (_up(d[size], 128), d["rows"], 1), name, **more)
+
+
+_TABLE = (
+    _elements(
+        "embed",
+        "embed.cu",
+        """
+        in i32 ids[rows]
+        in f32 table[vocab, n]
+        out f32 x[rows, n]
+        i32 n
+        """,
+        "n",
+        bytes=lambda d: 8 * d["rows"] * d["n"],
+    ),
+    Kernel(
+        "rmsnorm",
+        "rmsnorm.cu",
+        _args("""
+        in f32 x[rows, x_row]
+        in f32 weight[n]
+        out f32 y[rows, y_row]
+        i32 n
+        f32 eps
+        i64 x_row
+        i64 y_row
+        """),
+        lambda d: (d["rows"], 1, 1),
+        "rmsnorm",
+        bytes=lambda d: 4 * d["n"] * (2 * d["rows"] + 1),
+        flops=lambda d: 4 * d["rows"] * d["n"],
+    ),
+    # matmul_wW_mM_rR_gG: W warps a dot product, M rows of x and R rows of w at a time, G teams
+    _matmul_kernel("matmul_w1_m1_r4", "matmul_warp.cu", 1, 16),
+    _matmul_kernel("matmul_w1_m4_r2", "matmul_warp.cu", 4, 8),
+    _matmul_kernel("matmul_w1_m16_r1", "matmul_warp.cu", 16, 4),
+    _matmul_kernel("matmul_w4_m1_r1", "matmul_block.cu", 1, 1),
+    _matmul_kernel("matmul_w4_m1_r4", "matmul_block.cu", 1, 4),
+    _matmul_kernel("matmul_w4_m4_r4", "matmul_block.cu", 4, 4),
+    _matmul_kernel("matmul_w4_m8_r4", "matmul_block.cu", 8, 4),
+    _matmul_kernel("matmul_w4_m16_r4_g2", "matmul_block.cu", 16, 4, teams=2),
+    Kernel(
+        "rope_query",
+        "rope_query.cu",
+        _args("""
+        in f32 q[rows, q_row]
+        in i32 positions[rows]
+        in f32 cos[max_positions, half]
+        in f32 sin[max_positions, half]
+        inout f32 query[rows, heads, width]
+        i32 heads
+        i32 nope
+        i32 half
+        i32 latent
+        i32 interleaved
+        i64 q_row
+        """),
+        lambda d: (_up(d["heads"] * d["half"], 128), d["rows"], 1),
+        "rope_query",
+        bytes=lambda d: 8 * d["rows"] * d["half"] * (2 * d["heads"] + 1),
+        flops=lambda d: 6 * d["rows"] * d["half"] * d["heads"],
+    ),
+    Kernel(
+        "kv_append",
+        "kv_append.cu",
+        _args("""
+        in f32 kv[rows, kv_row]
+        in f32 weight[latent]
+        in i32 positions[rows]
+        in i32 slots[rows]
+        in i32 places[rows]
+        in f32 cos[max_positions, half]
+        in f32 sin[max_positions, half]
+        inout f32 cache[sequences, capacity, width]
+        i32 latent
+        i32 half
+        i32 interleaved
+        i32 capacity
+        f32 eps
+        i64 kv_row
+        """),
+        lambda d: (d["rows"], 1, 1),
+        "kv_append",
+        bytes=lambda d: 8 * d["rows"] * (d["latent"] + 3 * d["half"]) + 4 * d["latent"],
+        flops=lambda d: d["rows"] * (4 * d["latent"] + 6 * d["half"]),
+    ),
+    Kernel(
+        "mla_scores",
+        "mla_scores.cu",
+        _args("""
+        in f32 query[rows, heads, width]
+        in f32 cache[sequences, capacity, width]
+        in i32 positions[rows]
+        in i32 slots[rows]
+        inout f32 scores[rows, heads, span]
+        inout f32 peaks[rows, heads, segments]
+        i32 heads
+        i32 width
+        i32 capacity
+        i32 chunks
+        f32 scale
+        """),
+        lambda d: (d["chunks"] * (CHUNK // SEGMENT), _up(d["heads"], _HEADS), d["rows"]),
+        "mla_scores",
+        bytes=lambda d: (
+            4 * d["rows"] * (d["chunks"] * CHUNK * d["width"] + d["heads"] * (d["width"] + d["chunks"] * CHUNK))
+        ),
+        flops=lambda d: 2 * d["rows"] * d["heads"] * d["chunks"] * CHUNK * d["width"],
+    ),
+    Kernel(
+        "mla_chunks",
+        "mla_chunks.cu",
+        _args("""
+        in f32 scores[rows, heads, span]
+        in f32 peaks[rows, heads, segments]
+        in f32 cache[sequences, capacity, width]
+        in i32 positions[rows]
+        in i32 slots[rows]
+        inout f32 sums[rows, heads, chunks]
+        inout f32 vectors[rows, heads, chunks, latent]
+        i32 heads
+        i32 width
+        i32 latent
+        i32 capacity
+        i32 chunks
+        """),
+        lambda d: (d["chunks"], _up(d["heads"], _HEADS), d["rows"] * _up(d["latent"], 128)),
+        "mla_chunks",
+        bytes=lambda d: 4 * d["rows"] * d["chunks"] * (CHUNK * d["latent"] + d["heads"] * (CHUNK + d["latent"] + 1)),
+        flops=lambda d: 2 * d["rows"] * d["heads"] * d["chunks"] * CHUNK * d["latent"],
+    ),
+    Kernel(
+        "mla_combine",
+        "mla_combine.cu",
+        _args("""
+        in f32 sums[rows, heads, chunks]
+        in f32 vectors[rows, heads, chunks, latent]
+        in i32 positions[rows]
+        out f32 o[rows, heads, latent]
+        i32 heads
+        i32 latent
+        i32 chunks
+        """),
+        lambda d: (_up(d["latent"], 128), d["heads"], d["rows"]),
+        "mla_combine",
+        bytes=lambda d: 4 * d["rows"] * d["heads"] * (d["chunks"] * (d["latent"] + 1) + d["latent"]),
+        flops=lambda d: d["rows"] * d["heads"] * d["latent"] * (d["chunks"] + 1),
+    ),
+    _elements(
+        "swiglu",
+        "swiglu.cu",
+        """
+        in f32 gate_up[rows, two_n]
+        out f32 h[rows, n]
+        i32 n
+        """,
+        "n",
+        bytes=lambda d: 12 * d["rows"] * d["n"],
+        flops=lambda d: 25 * d["rows"] * d["n"],
+    ),
+    Kernel(
+        "router",
+        "router.cu",
+        _args("""
+        in f32 logits[rows, experts]
+        in f32 bias?[experts]
+        out i32 ids[rows, slots]
+        out f32 weights[rows, slots]
+        i32 experts
+        i32 slots
+        i32 groups
+        i32 kept_groups
+        i32 softmax
+        i32 best_two
+        i32 normalise
+        f32 factor
+        """),
+        lambda d: (d["rows"], 1, 1),
+        "router",
+        block=(256, 1, 1),
+        shared=lambda d: 16 * d["experts"] + 12 * d["groups"],
+        bytes=lambda d: 4 * d["rows"] * (d["experts"] + 2 * d["slots"]),
+        flops=lambda d: 25 * d["rows"] * d["experts"],
+    ),
+    Kernel(
+        "group_experts",
+        "group_experts.cu",
+        _args("""
+        in i32 ids[item_count]
+        out i32 items[item_count]
+        inout i32 tiles[tile_places, 3]
+        out i32 tile_count[1]
+        i32 item_count
+        i32 experts
+        i32 tile
+        """),
+        lambda d: (1, 1, 1),
+        "group_experts",
+        shared=lambda d: 12 * d["experts"],
+        bytes=lambda d: 8 * d["item_count"],
+    ),
+    _expert_kernel("expert_matmul_w1_m1_r4", 16),
+    _expert_kernel("expert_matmul_w1_m4_r2", 8),
+    _expert_kernel("expert_matmul_w4_m1_r2", 2),
+    _expert_kernel("expert_matmul_w4_m4_r4", 4),
+    _elements(
+        "combine",
+        "combine.cu",
+        """
+        in f32 expert[rows, slots, n]
+        in f32 weights[rows, slots]
+        in f32 shared?[rows, n]
+        in f32 residual[rows, n]
+        out f32 y[rows, n]
+        i32 slots
+        i32 n
+        """,
+        "n",
+        bytes=lambda d: 4 * d["rows"] * d["n"] * (d["slots"] + 3),
+        flops=lambda d: 2 * d["rows"] * d["n"] * (d["slots"] + 1),
+    ),
+    Kernel(
+        "sample_parts",
+        "sample.cu",
+        _args("""
+        in f32 logits[rows, vocab]
+        in i32 positions[rows]
+        in i32 streams[rows]
+        out f32 values[rows, parts]
+        out i32 indices[rows, parts]
+        inout i32 bad[rows]
+        i32 vocab
+        f32 temperature
+        u32 seed_low
+        u32 seed_high
+        """),
+        lambda d: (d["parts"], d["rows"], 1),
+        "sample_parts",
+        bytes=lambda d: 4 * d["rows"] * d["vocab"],
+    ),
+    Kernel(
+        "sample_final",
+        "sample.cu",
+        _args("""
+        in f32 values[rows, parts]
+        in i32 indices[rows, parts]
+        out i32 chosen[rows]
+        inout i32 tokens?[rows]
+        inout i32 positions?[rows]
+        in i32 active?[rows]
+        i32 parts
+        """),
+        lambda d: (d["rows"], 1, 1),
+        "sample_final",
+        block=(32, 1, 1),
+        bytes=lambda d: 8 * d["rows"] * d["parts"],
+    ),
+    Kernel(
+        "nonfinite",
+        "nonfinite.cu",
+        _args("""
+        in f32 x[n]
+        inout u64 first[1]
+        i64 n
+        """),
+        lambda d: (min(_up(d["n"], 128), 1024), 1, 1),
+        "nonfinite",
+        bytes=lambda d: 4 * d["n"],
+    ),
+)
+
+#: name → kernel
+KERNELS: dict[str, Kernel] = {k.name: k for k in _TABLE}
+
+
+def sources() -> tuple[str, ...]:
+    """Every .cu file of the table, once, in table order."""
+    return tuple(dict.fromkeys(k.file for k in KERNELS.values()))
+
+
+def matmul(kind: str, rows: int, n: int, k: int) -> str:
+    """The kernel for a matrix product of this size on a device of this kind; the bits are the same for all."""
+    if kind == "cpu":
+        # the cost is one collective a warp (14 ns a lane), so as many results as fit share it
+        return "matmul_w1_m1_r4" if rows == 1 else "matmul_w1_m4_r2" if rows <= 4 else "matmul_w1_m16_r1"
+    if k <= 128:
+        # one warp holds all the quads: three of four would idle
+        return "matmul_w1_m1_r4" if rows == 1 else "matmul_w1_m4_r2" if rows <= 4 else "matmul_w1_m16_r1"
+    # measured on an H200 (docs/log.md): few outputs want one a team; 16 rows want two teams on a wide matrix
+    if rows == 1:
+        return "matmul_w4_m1_r1" if n < 4096 else "matmul_w4_m1_r4"
+    if rows <= 4:
+        return "matmul_w4_m4_r4"
+    return "matmul_w4_m8_r4" if rows <= 8 or n < 4096 else "matmul_w4_m16_r4_g2"
+
+
+def expert_matmul(kind: str, tile: int) -> str:
+    """The kernel for expert tiles of at most this many rows."""
+    if kind == "cpu":
+        return "expert_matmul_w1_m1_r4" if tile == 1 else "expert_matmul_w1_m4_r2"
+    return "expert_matmul_w4_m1_r2" if tile == 1 else "expert_matmul_w4_m4_r4"
+
+
+def most_tiles(items: int, experts: int, tile: int) -> int:
+    """Upper bound of the tiles that group_experts can make: one partial tile an expert beside the full ones."""
+    return min(experts, items) + items // tile
