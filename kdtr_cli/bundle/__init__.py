@@ -2,6 +2,7 @@
 
 from kdtr_cli.bundle.reader import Bundle, BundleSequence, open_bundle
 from kdtr_cli.bundle.schema import SequenceData
-from kdtr_cli.bundle.writer import BundleWriter, check_target
+from kdtr_cli.bundle.target import check_target
+from kdtr_cli.bundle.writer import BundleWriter
 
 __all__ = ["Bundle", "BundleSequence", "BundleWriter", "SequenceData", "check_target", "open_bundle"]

@@ -10,12 +10,9 @@ contiguous datasets without filters (compressed bytes depend on the zlib at hand
 """
 
 import contextlib
-import errno
 import hashlib
 import os
-import re
 import secrets
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -44,39 +41,9 @@ from kdtr_cli.bundle.schema import (
     dtype_name,
     sequence_name,
 )
-from kdtr_cli.errors import InputError
+from kdtr_cli.bundle.target import cannot_write, check_target, publish
 
 __all__ = ["BundleWriter", "check_target"]
-
-
-def check_target(path: str | Path, force: bool) -> Path:
-    """Say whether a bundle could be written to `path`, before any work; returns the path.
-
-    InputError: it exists and `force` is off, is no regular file (or a symbolic link), its folder is missing or
-    can't be written to.
-    """
-    ends_open = str(path).endswith(os.sep)
-    path = Path(path)
-    folder = path.parent
-    if ends_open or path.name in ("", ".", ".."):
-        raise InputError(f"{path}: not a file name; name the bundle to write")
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        mode = None
-    except (OSError, ValueError) as error:
-        raise _cannot_write(path, error) from error
-    if mode is not None:
-        if not stat.S_ISREG(mode):
-            kind = "a folder" if stat.S_ISDIR(mode) else "a symbolic link" if stat.S_ISLNK(mode) else "a special file"
-            raise InputError(f"{path} is {kind}; a bundle is written to a regular file")
-        if not force:
-            raise InputError(f"{path} exists; use --force to overwrite it")
-    if not folder.is_dir():
-        raise InputError(f"{path}: the folder {folder} does not exist; create it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{path}: no permission to write in the folder {folder}")
-    return path
 
 
 class BundleWriter:
@@ -89,7 +56,8 @@ class BundleWriter:
             digest = writer.finish(manifest)         # returns manifest_sha256
 
     Entering creates the temporary file, so that a folder that can't be written to is found before the work.
-    Content that breaks the format: InputError naming the place. Wrong order of calls: ValueError.
+    Content that breaks the format, or a path that can't be used: InputError. A full or broken disk: DeviceError. Wrong
+    order of calls: ValueError.
     """
 
     def __init__(self, path: str | Path, kind: str, force: bool = False) -> None:
@@ -190,7 +158,7 @@ class BundleWriter:
         """Add the manifest, sync the file, give it its final name. Returns manifest_sha256 (hexadecimal).
 
         The writer adds schema, kind, sequences and datasets. InputError: no sequence, an entry that breaks the
-        format, a full disk, or a file that has appeared under the final name meanwhile (without force).
+        format, or a file that has appeared under the final name meanwhile (without force). DeviceError: a full disk.
         """
         file = self._open_file()
         for key in OWN_KEYS:
@@ -218,38 +186,14 @@ class BundleWriter:
             _write_attribute(file, "kdtr_schema", SCHEMA)
             _write_attribute(file, "kind", self.kind)
             _write_attribute(file, "manifest_sha256", digest)
+            # flush first: it can fail on a full disk and be told; a close that fails crashes libhdf5
+            file.flush()
             file.close()
             self._file = None
             os.fsync(self._fd)
-            self._rename()
+            publish(self._temporary, self.path, self.force)
+            self._temporary = None
         return digest
-
-    def _rename(self) -> None:
-        """Give the file its final name; without force never over a file that appeared in the meantime."""
-        assert self._temporary is not None
-        check_target(self.path, self.force)
-        linked = False
-        if not self.force:
-            try:
-                os.link(self._temporary, self.path)
-                linked = True
-            except FileExistsError:
-                raise InputError(f"{self.path} exists; use --force to overwrite it") from None
-            except OSError:
-                pass  # a file system without hard links: check_target above is all that can be done
-        if not linked:
-            os.replace(self._temporary, self.path)
-            self._temporary = None
-        else:
-            os.unlink(self._temporary)
-            self._temporary = None
-        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            # some network file systems can't sync a folder; the data themselves are safe by now
-            with contextlib.suppress(OSError):
-                os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def _abandon(self) -> None:
         """Close and remove what is open and unfinished. Never raises but for an interrupt."""
@@ -294,7 +238,7 @@ class BundleWriter:
         try:
             yield
         except (OSError, RuntimeError) as error:
-            raise _cannot_write(self.path, error) from error
+            raise cannot_write(self.path, error) from error
 
 
 def _divert(file: h5py.File) -> None:
@@ -308,21 +252,6 @@ def _divert(file: h5py.File) -> None:
         os.dup2(sink, file.id.get_vfd_handle(), inheritable=False)
     finally:
         os.close(sink)
-
-
-def _cannot_write(path: Path, error: Exception) -> InputError:
-    number = error.errno if isinstance(error, OSError) else None
-    if number is None:
-        found = re.search(r"errno = (\d+)", str(error))
-        number = int(found[1]) if found else None
-    if number is None:
-        return InputError(f"{path}: cannot write the bundle: {str(error).splitlines()[0] if str(error) else 'failed'}")
-    remedy = {
-        errno.ENOSPC: "; free some space or choose another folder",
-        errno.EDQUOT: "; free some space or choose another folder",
-        errno.EFBIG: "; the file would be larger than the system allows",
-    }.get(number, "")
-    return InputError(f"{path}: cannot write the bundle: {os.strerror(number)}{remedy}")
 
 
 def _name_dtype(where: str, array: np.ndarray) -> str:

@@ -22,7 +22,15 @@ from pathlib import Path
 from kdtr_cli.engine.compile import CompileError, first_error, source_text
 from kdtr_cli.errors import DeviceError
 
-__all__ = ["HostCompiler", "compile_kernels", "compile_runtime", "cpu_target", "find_compiler", "kernel_text"]
+__all__ = [
+    "HostCompiler",
+    "builder_text",
+    "compile_kernels",
+    "compile_runtime",
+    "cpu_target",
+    "find_compiler",
+    "kernel_text",
+]
 
 #: Numerics rule 1: no fusing of a product and a sum, no fast-math. -fno-math-errno and -fno-trapping-math change no
 #: value: they say that nobody reads errno or the floating-point exception flags, so that sqrtf is one instruction and
@@ -31,9 +39,11 @@ _EXACT = ("-O2", "-std=gnu++17", "-ffp-contract=off", "-fno-math-errno", "-fno-t
 #: GNU only: vectorise the dot products' accumulators too (1.3 to 1.7 times as fast; clang does it unasked). Each lane's
 #: own order of operations stays.
 _GNU = ("-fvect-cost-model=dynamic",)
+_LIBRARY = ("-fPIC", "-shared", "-pthread", "-fvisibility=hidden")
+_NO_CXX_LIBRARY = ("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics")
 #: A fibre's stack is 64 KiB: a larger frame is refused at compile time instead of overrunning it.
-_LIBRARY = ("-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti")
-_FRAME = ("-fno-threadsafe-statics", "-Werror=frame-larger-than=49152")
+_FRAME_GNU = ("-Werror=frame-larger-than=49152",)
+_FRAME_CLANG = ("-Wframe-larger-than=49152", "-Werror=frame-larger-than")
 
 _DYNAMIC_SHARED = re.compile(
     r"extern\s+(?:alignas\s*\(\s*\d+\s*\)\s*)?__shared__\s+(?:(?:__align__|alignas)\s*\(\s*\d+\s*\)\s*)?"
@@ -64,7 +74,8 @@ class HostCompiler:
     def options(self) -> tuple[str, ...]:
         """Everything but the file names: part of the cache key."""
         march = () if self.target == "default" else (f"-march={self.target}",)
-        return (*_EXACT, *march, *(_GNU if self.gnu else ()), *_LIBRARY, *_FRAME)
+        own = (*_GNU, *_FRAME_GNU) if self.gnu else _FRAME_CLANG
+        return (*_EXACT, *march, *_LIBRARY, *_NO_CXX_LIBRARY, *own)
 
     @property
     def description(self) -> str:
@@ -150,6 +161,12 @@ def kernel_text(file: str | Path) -> str:
     return source_text("cpu/cuda_on_cpu.h") + "\n" + _DYNAMIC_SHARED.sub(pointer, source_text(file))
 
 
+@functools.cache
+def builder_text() -> str:
+    """This module's own text: what it adds to a kernel is part of the result, and so of the cache key."""
+    return Path(__file__).read_text(encoding="utf-8")
+
+
 def compile_runtime(compiler: HostCompiler, text: str, name: str, defines: tuple[str, ...] = ()) -> bytes:
     """The runtime library (``kernels_cu/cpu/runtime.cpp``, expanded); its C++ names live in the namespace ``name``."""
     return _library(compiler, text, (f"-DCC_RUNTIME={name}", *defines))
@@ -211,7 +228,7 @@ def _plainly(message: str) -> str:
     """A compiler's words for a call that the contract forbids, with the reason."""
     if "deleted function" not in message:
         return message
-    name = re.search(r"(\w+)\(", message)
+    name = re.search(r"(\w+)\(", message) or re.search(r"function '(\w+)'", message)
     called = name[1] if name else "this function"
     if "float_atomics_are_refused" in message or "atomic" in called:
         return f"{called} on floats is refused: the order of additions would not be fixed (numerics rule 1)"

@@ -71,11 +71,13 @@ cc::refused_on_every_device __activemask() = delete;  // its answer depends on t
 // ---- the module's own checks, called by the device at load ----------------------------------------------------------
 namespace cc {
 inline namespace CC_RUNTIME {
-static thread_local char first_thread_local;  // so that a module has thread-local storage, and it can be found
 __attribute__((noinline, used)) static float multiply_add(float a, float b, float c) { return a * b + c; }
 }  // inline namespace
 }  // namespace cc
-extern "C" CC_EXPORT __attribute__((noinline)) void* cc_shared_memory() { return &cc::first_thread_local; }
+// By this variable the runtime finds the module's thread-local storage, which is its static shared memory.
+extern "C" CC_EXPORT thread_local char cc_first_thread_local;
+thread_local char cc_first_thread_local;
+extern "C" CC_EXPORT __attribute__((noinline)) void* cc_shared_memory() { return &cc_first_thread_local; }
 // 0, or 1 if this compiler fuses a * b + c: with a = b = 1 + 2^-12 the product rounds to 1 + 2^-11, c is its negative,
 // and the sum is 0 by two roundings, 2^-24 by one
 extern "C" CC_EXPORT int cc_contracts() {

@@ -148,8 +148,8 @@ static inline void relax() {
   __builtin_ia32_pause();
 #endif
 }
-constexpr int SPINS = 1500;        // some 20 to 70 us: a step's launches follow each other faster than a thread wakes
-constexpr u64 WORTH_SHARING = 512;  // threads of a launch from which on helpers are woken: 4 to 7 us
+constexpr int SPINS = 1500;          // some 20 to 70 us: a step's launches follow each other faster than a thread wakes
+constexpr u64 WORTH_SHARING = 1024;  // threads of a launch from which on helpers are woken: some 10 us of work
 static void* help(void* arg) {
   Pool& p = *(Pool*)arg;
   for (u64 seen = 0;;) {
@@ -217,23 +217,41 @@ static void run(const Launch& l, unsigned threads, unsigned schedule, Job& j) {
   pthread_mutex_unlock(&p.lock);
   pthread_mutex_unlock(&p.serial);
 }
+// A module's thread-local storage: its size is that of the PT_TLS segment, and the place in it of the variable that
+// marks it is the value of its symbol. (dlpi_tls_data would say where it begins, but not under TLS descriptors.)
 struct Search {
-  char* address;
+  size_t code;
   long offset;
   size_t size;
   int found;
 };
-static int find_tls(dl_phdr_info* info, size_t, void* arg) {
+static int find_statics(dl_phdr_info* info, size_t, void* arg) {
   Search& s = *(Search*)arg;
-  char* base = (char*)info->dlpi_tls_data;
-  for (int i = 0; base && i < info->dlpi_phnum; ++i) {
+  const ElfW(Dyn)* dynamic = nullptr;
+  size_t tls_size = 0;
+  bool mine = false;
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
     const auto& h = info->dlpi_phdr[i];
-    if (h.p_type != PT_TLS || s.address < base || s.address >= base + h.p_memsz) continue;
-    s.offset = s.address - base;
-    s.size = h.p_memsz;
-    s.found = 1;
+    if (h.p_type == PT_LOAD && s.code - (info->dlpi_addr + h.p_vaddr) < h.p_memsz) mine = true;
+    if (h.p_type == PT_DYNAMIC) dynamic = (const ElfW(Dyn)*)(info->dlpi_addr + h.p_vaddr);
+    if (h.p_type == PT_TLS) tls_size = h.p_memsz;
   }
-  return s.found;
+  if (!mine || !dynamic || !tls_size) return mine;
+  size_t symbols = 0, names = 0;
+  for (; dynamic->d_tag != DT_NULL; ++dynamic) {
+    if (dynamic->d_tag == DT_SYMTAB) symbols = dynamic->d_un.d_ptr;
+    if (dynamic->d_tag == DT_STRTAB) names = dynamic->d_un.d_ptr;
+  }
+  if (!symbols || !names) return 1;
+  if (symbols < info->dlpi_addr) symbols += info->dlpi_addr;  // glibc has relocated these entries, musl has not
+  if (names < info->dlpi_addr) names += info->dlpi_addr;
+  for (const ElfW(Sym)* y = (const ElfW(Sym)*)symbols; !s.found; ++y)  // the symbol is there: every module exports it
+    if (!strcmp((const char*)names + y->st_name, "cc_first_thread_local")) {
+      s.offset = (long)y->st_value;
+      s.size = tls_size;
+      s.found = 1;
+    }
+  return 1;
 }
 }  // inline namespace
 }  // namespace cc
@@ -252,10 +270,10 @@ CC_EXPORT int cc_run(const cc::Launch* launches, int count, unsigned threads, un
   }
   return 0;
 }
-// Where a module's thread-local storage lies relative to the address that its cc_shared_memory returns.
+// Where a module's thread-local storage lies relative to the address that its cc_shared_memory returns; 0 if not found.
 CC_EXPORT int cc_find_shared(void* (*shared_memory)(), long* offset, size_t* size) {
-  cc::Search s{(char*)shared_memory(), 0, 0, 0};
-  dl_iterate_phdr(cc::find_tls, &s);
+  cc::Search s{(size_t)shared_memory, 0, 0, 0};
+  dl_iterate_phdr(cc::find_statics, &s);
   *offset = s.offset;
   *size = s.size;
   return s.found;

@@ -1,5 +1,6 @@
 """All or nothing: what stands under the final name is a whole bundle, or what was there before."""
 
+import errno
 import os
 import secrets
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kdtr_cli.bundle import BundleWriter, check_target, open_bundle
-from kdtr_cli.errors import InputError
+from kdtr_cli.errors import DeviceError, InputError
 
 pytestmark = pytest.mark.quick
 
@@ -26,7 +27,7 @@ spec = importlib.util.spec_from_file_location("forge", "tests/bundle/conftest.py
 forge = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(forge)
 from kdtr_cli.bundle import BundleWriter
-from kdtr_cli.errors import InputError
+from kdtr_cli.errors import KdtrError
 path, order = sys.argv[1:3]
 if order.startswith("limit"):
     size = int(order.removeprefix("limit"))
@@ -40,9 +41,9 @@ try:
             print("ready", flush=True)
             time.sleep(60)
         writer.finish(forge.make_manifest())
-except InputError as error:
+except KdtrError as error:
     print(error, flush=True)
-    sys.exit(2)
+    sys.exit(int(error.exit_code))
 """
 
 
@@ -175,15 +176,36 @@ def test_sigint_removes_the_temporary_file(tmp_path, leftovers):
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize("size", [0, 100, 2500, 9_000, 40_000, 65_700, 69_303])
-def test_no_space_left(tmp_path, leftovers, size):
-    """A file that can't grow (the limit is on its size: EFBIG; a full disk is ENOSPC and goes the same way)."""
-    child = start(tmp_path / "b.h5", f"limit{size}")
+@pytest.mark.parametrize("room", [0, 100, 2500, 9_000, 40_000, -100, -1])
+def test_no_space_left(tmp_path, make, leftovers, room):
+    """A file that can't grow (the limit is on its size: EFBIG; a full disk is ENOSPC and goes the same way).
+
+    room: bytes there are, or where negative, that are missing to the whole.
+    """
+    if room < 0:
+        with BundleWriter(tmp_path / "whole.h5", "golden") as writer:
+            writer.add_config("{}")
+            for sequence in make.sequences(3, n_tokens=40):
+                writer.add_sequence(sequence)
+            writer.finish(make.manifest())
+        room += (tmp_path / "whole.h5").stat().st_size
+        (tmp_path / "whole.h5").unlink()
+    child = start(tmp_path / "b.h5", f"limit{room}")
     out, err = child.communicate(timeout=30)
-    assert child.returncode == 2, (out, err)  # and no crash of libhdf5 at exit
+    assert child.returncode == 3, (out, err)  # and no crash of libhdf5 at exit
     assert out.decode().count("\n") == 1
     assert "b.h5: cannot write the bundle: File too large" in out.decode()
     assert err == b""
+    assert leftovers(tmp_path) == []
+
+
+def test_a_disk_that_fails_to_sync(tmp_path, make, leftovers, monkeypatch):
+    def fail(fd):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(DeviceError, match="cannot write the bundle: Input/output error"):
+        write(tmp_path / "b.h5", make, lambda: None)
     assert leftovers(tmp_path) == []
 
 

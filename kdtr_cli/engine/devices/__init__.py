@@ -9,7 +9,7 @@ device.read(y)
 
 from kdtr_cli.engine.devices.cpu import CpuDevice
 from kdtr_cli.engine.devices.device import Arg, Device, DeviceArray, Graph, Kernel
-from kdtr_cli.engine.devices.gpu import GpuDevice, gpu_missing
+from kdtr_cli.engine.devices.gpu import NO_DRIVER, GpuDevice, gpu_missing
 from kdtr_cli.errors import InputError
 
 __all__ = ["Arg", "Device", "DeviceArray", "Graph", "Kernel", "open_device"]
@@ -28,10 +28,12 @@ def open_device(name: str = "auto", *, threads: int | None = None, schedule: int
     """
     if name not in ("auto", "gpu", "cpu"):
         raise InputError(f"unknown device {name!r}: use auto, gpu or cpu")
-    if name != "cpu":
-        missing = gpu_missing()
-        if not missing:
-            return GpuDevice()
-        if name == "gpu":
-            raise InputError(f"no GPU: {missing}; use --device cpu to run without one")
-    return CpuDevice(threads=threads, schedule=schedule)
+    missing = None if name == "cpu" else gpu_missing()
+    if name != "cpu" and not missing:
+        return GpuDevice()
+    if name == "gpu":
+        raise InputError(f"no GPU: {missing}; use --device cpu to run without one")
+    device = CpuDevice(threads=threads, schedule=schedule)
+    if missing and missing != NO_DRIVER:  # a GPU may well be there, and only a package be missing
+        device.notes += (f"running on the CPU: {missing}",)
+    return device

@@ -17,7 +17,14 @@ import numpy as np
 from kdtr_cli.engine.compile import source_text
 from kdtr_cli.engine.compile_cache import CompileCache, cache_key, open_cache
 from kdtr_cli.engine.devices.device import Arg, Device, DeviceArray, Kernel
-from kdtr_cli.engine.host_compiler import HostCompiler, compile_kernels, compile_runtime, find_compiler, kernel_text
+from kdtr_cli.engine.host_compiler import (
+    HostCompiler,
+    builder_text,
+    compile_kernels,
+    compile_runtime,
+    find_compiler,
+    kernel_text,
+)
 from kdtr_cli.errors import DeviceError, InputError
 
 __all__ = ["CpuDevice"]
@@ -92,6 +99,7 @@ class CpuDevice(Device):
         self.notes = (self.cache.note,) if self.cache.note else ()
         self._modules: dict[str | Path, _Module] = {}
         self._kernels: dict[tuple[str | Path, str], Kernel] = {}
+        self._compiler_key = (*self.compiler.command, self.compiler.version, *self.compiler.options)
         self._runtime, self._runtime_name = self._load_runtime(defines)
 
     def describe(self) -> dict[str, str]:
@@ -134,7 +142,7 @@ class CpuDevice(Device):
 
     def _load_runtime(self, defines: tuple[str, ...]) -> tuple[ctypes.CDLL, str]:
         text = source_text("cpu/runtime.cpp")
-        key = cache_key("cpu runtime", text, self.compiler.version, *self.compiler.options, *defines)
+        key = cache_key("cpu runtime", text, *self._compiler_key, *defines)
         name = f"runtime_{key[:16]}"
         path = self.cache.build(key, ".so", lambda: compile_runtime(self.compiler, text, name, defines))
         # global, so that kernel libraries find it; its names carry its digest, so that several can live side by side
@@ -152,7 +160,7 @@ class CpuDevice(Device):
 
     def _build(self, file: str | Path) -> Path:
         text = kernel_text(file)
-        key = cache_key("cpu kernels", text, self._runtime_name, self.compiler.version, *self.compiler.options)
+        key = cache_key("cpu kernels", text, builder_text(), self._runtime_name, *self._compiler_key)
         return self.cache.build(key, ".so", lambda: compile_kernels(self.compiler, text, self._runtime_name))
 
     def _load(self, path: Path, file: str) -> _Module:

@@ -29,7 +29,10 @@ from kdtr_cli.engine.compile_cache import cache_key, open_cache
 from kdtr_cli.engine.devices.device import Arg, Device, DeviceArray, Kernel
 from kdtr_cli.errors import DeviceError
 
-__all__ = ["GpuDevice", "gpu_missing"]
+__all__ = ["NO_DRIVER", "GpuDevice", "gpu_missing"]
+
+#: What gpu_missing says of a machine without an NVIDIA driver: nothing that a user could have forgotten.
+NO_DRIVER = "there is no NVIDIA driver here (libcuda.so.1)"
 
 _STAGING_BYTES = 1 << 20  # pinned memory for small copies, handed out in a ring
 _STAGED_AT_MOST = 1 << 16
@@ -41,7 +44,7 @@ def gpu_missing() -> str | None:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "there is no NVIDIA driver here (libcuda.so.1)"
+        return NO_DRIVER
     try:
         import cupy
     except ImportError as e:
