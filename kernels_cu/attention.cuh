@@ -1,4 +1,5 @@
-// attention.cuh: where a query's keys lie. Keys are taken by position, whatever cache row holds them (rule 11).
+// attention.cuh: where a query's keys lie, and which heads share a block. Keys are taken by position, whatever cache row
+// holds them (rule 11).
 #pragma once
 #include "common.cuh"
 
@@ -10,3 +11,29 @@ __device__ __forceinline__ int chunk_count(int position) { return position / CHU
 
 // Number of positions of a chunk that a query at `position` sees: it sees 0..position.
 __device__ __forceinline__ int chunk_keys(int position, int chunk) { return min(CHUNK, position + 1 - chunk * CHUNK); }
+
+// The heads of a block, at most HEADS, all of one kv head: blocks of blockIdx.y run through the kv heads' groups.
+struct HeadBlock {
+  int first, count, kv;
+};
+__device__ __forceinline__ HeadBlock head_block(int heads, int kv_heads) {
+  const int group = heads / kv_heads, blocks = (group + HEADS - 1) / HEADS;
+  const int kv = blockIdx.y / blocks, h = blockIdx.y % blocks * HEADS;
+  return {kv * group + h, min(HEADS, group - h), kv};
+}
+
+// The keys of a row: position i lies in cache row i, from tree_start on in row path[i - tree_start].
+struct Keys {
+  const float* base;
+  i64 stride;
+  const int* path;
+  int tree_start;
+  __device__ __forceinline__ const float* at(int i) const {
+    return base + (i < tree_start ? i : path[i - tree_start]) * stride;
+  }
+};
+__device__ __forceinline__ Keys row_keys(const float* cache, const int* slots, const int* tree_starts, const int* paths, int row,
+                                         int kv, int capacity, int path_row, i64 key_row, i64 key_head) {
+  return {cache + (i64)slots[row] * capacity * key_row + kv * key_head, key_row, paths + (i64)row * path_row,
+          tree_starts ? tree_starts[row] : 0x7fffffff};
+}

@@ -81,6 +81,24 @@ __device__ __forceinline__ bool before(float a, int i, float b, int j) {
   return a > b;
 }
 
+// An integer that grows with x in the contract's order: NaN above all, -0 = +0.
+__device__ __forceinline__ u32 order_key(float x) {
+  if (is_nan(x)) return 0xffffffffu;
+  const u32 bits = __float_as_uint(x == 0.f ? 0.f : x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The key of element i, different for each: larger first, then the smaller index.
+__device__ __forceinline__ u64 unique_key(float x, int i) { return (u64)order_key(x) << 32 | (u32)~i; }
+
+// How many of n keys stand before this one.
+__device__ __forceinline__ int rank_of(const u64* keys, int n, u64 key) {
+  int rank = 0;
+#pragma unroll 8
+  for (int j = 0; j < n; ++j) rank += keys[j] > key;
+  return rank;
+}
+
 // e**x (rule 5): Cephes-style polynomial, arguments clamped to [-87, 88]; 2**n as two factors that can't overflow.
 __device__ __forceinline__ float exact_exp(float x) {
   if (is_nan(x)) return x;

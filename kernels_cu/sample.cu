@@ -13,7 +13,7 @@
 // order   NaN first, then the larger value, then the smaller id: exact in any order
 // noise   Philox-4x32-10, counter (id / 4, position, stream, 0), word id mod 4; -log(-log u) in float64, rounded once
 // bytes   4 * rows * vocab
-#include "common.cuh"
+#include "philox.cuh"
 
 constexpr int SPAN = 2048;
 
@@ -34,24 +34,10 @@ __device__ __forceinline__ Choice warp_best(Choice b) {
   return b;
 }
 
-// Word `word` of the Philox-4x32 block at this counter and key (10 rounds).
-__device__ __forceinline__ u32 philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1, int word) {
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const u32 h0 = __umulhi(c0, 0xD2511F53u), l0 = c0 * 0xD2511F53u, h1 = __umulhi(c2, 0xCD9E8D57u), l1 = c2 * 0xCD9E8D57u;
-    c0 = h1 ^ c1 ^ k0;
-    c1 = l1;
-    c2 = h0 ^ c3 ^ k1;
-    c3 = l0;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  return word == 0 ? c0 : word == 1 ? c1 : word == 2 ? c2 : c3;
-}
-
 __device__ __forceinline__ float gumbel(int id, int position, int stream, u32 seed_low, u32 seed_high) {
-  const u32 word = philox((u32)id / 4, (u32)position, (u32)stream, 0u, seed_low, seed_high, id & 3);
-  const double u = ((double)word + 0.5) * 2.3283064365386962890625e-10;
+  const Words w = philox((u32)id / 4, (u32)position, (u32)stream, PURPOSE_SAMPLE, seed_low, seed_high);
+  const int word = id & 3;
+  const double u = uniform(word == 0 ? w.x : word == 1 ? w.y : word == 2 ? w.z : w.w);
   return (float)(-exact_log64(-exact_log64(u)));
 }
 

@@ -185,7 +185,12 @@ _FIXED: Mapping[str, Rule] = {
     "rounds/posterior": (("int32",), ("Q",)),
     "rounds/draft_top_ids": (("int32",), ("R", "L", "K:draft")),
     "rounds/draft_top_logps": (("float32",), ("R", "L", "K:draft")),
+    "rounds/draft_counts": (("int32",), ("R", "L")),
     "rounds/cache_digest": (("uint8",), ("R", 32)),
+    "rounds/final_cache_digest": (("uint8",), (32,)),
+    "drafts/top_ids": (("int32",), ("T", "L", "K:drafts")),
+    "drafts/top_logps": (("float32",), ("T", "L", "K:drafts")),
+    "drafts/counts": (("int32",), ("T", "L")),
 }
 
 
@@ -305,7 +310,7 @@ def _check_tops(where: str, paths: Iterable[str]) -> None:
 
 
 def check_values(where: str, path: str, array: np.ndarray, vocab: int | None, n_tokens: int) -> None:
-    """Check what the integers of prompt, tokens, ties and *_top_ids mean; other paths pass unread.
+    """Check what the integers of prompt, tokens, ties and *top_ids mean; other paths pass unread.
 
     array: the whole dataset or some of its rows. vocab: V where known. n_tokens: T.
     """
@@ -313,7 +318,7 @@ def check_values(where: str, path: str, array: np.ndarray, vocab: int | None, n_
         if array.size and (array[0] < 0 or array[-1] >= n_tokens or bool(np.any(np.diff(array.astype(np.int64)) <= 0))):
             raise SchemaError(f"{where}/ties must be ascending steps from 0 to {n_tokens - 1}")
         return
-    if path not in ("prompt", "tokens") and not path.endswith("_top_ids"):
+    if path not in ("prompt", "tokens") and not path.endswith("top_ids"):
         return
     if array.size == 0:
         return

@@ -6,8 +6,11 @@ from typing import Any
 import click
 
 from kdtr_cli.cli.console import notes, progress
+from kdtr_cli.ddtree.rounds import statistics
+from kdtr_cli.errors import InputError
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.workflows.golden import GoldenOptions, GoldenSummary, make_golden
+from kdtr_cli.workflows.golden_rounds import DraftOptions
 from kdtr_cli.workflows.prompts import PromptOptions
 from kdtr_cli.workflows.show import continuation
 
@@ -45,6 +48,13 @@ __all__ = ["golden", "show_golden"]
     "--rope-angles", type=click.Choice(("f64", "f32")), default="f64", show_default=True, help="f32 as transformers."
 )
 @click.option("--embed-weights/--no-embed-weights", default=None, help="Weights in the bundle.  [default: below 64 MB]")
+@click.option(
+    "--ddtree", is_flag=True, help="Decode by DDTree rounds too, and store them; tokens and logits stay the same."
+)
+@click.option("--chain", is_flag=True, help="The same with the drafter's best chain in place of a tree.")
+@click.option("--drafter", metavar="DIR|ngram|synthetic:P", help="A DFlash checkpoint, prompt look-up, or a hit rate.")
+@click.option("--budget", type=int, help="Nodes of a tree, 1 to 1024.  [default: block size - 1]")
+@click.option("--block-size", type=int, help="Root and drafted tokens.  [default: the checkpoint's, else 8]")
 @click.option("--force", is_flag=True, help="Overwrite the output.")
 def golden(
     model: str,
@@ -58,6 +68,11 @@ def golden(
     no_exact: bool,
     latent_norm_eps: str,
     rope_angles: str,
+    ddtree: bool,
+    chain: bool,
+    drafter: str | None,
+    budget: int | None,
+    block_size: int | None,
     **options: Any,
 ) -> None:
     """Make reference tokens and logits from the NumPy model.
@@ -71,12 +86,27 @@ def golden(
         prompts=PromptOptions(prompt_ids, prompt_text, prompts, num_prompts, prompt_len, seed),
         exact=not no_exact,
         choices=Choices(latent_norm_eps, rope_angles),
+        drafting=_drafting(ddtree, chain, drafter, budget, block_size),
         **options,
     )
     with progress() as bar:
         task = bar.add_task("golden", total=None)
         summary = make_golden(asked, lambda what, done, total: bar.update(task, completed=done, total=total))
     show_golden(summary)
+
+
+def _drafting(
+    ddtree: bool, chain: bool, drafter: str | None, budget: int | None, block_size: int | None
+) -> DraftOptions | None:
+    """The drafting options, None in plain decoding; InputError for one without the mode that it belongs to."""
+    if not ddtree and not chain:
+        for name, value in (("--drafter", drafter), ("--budget", budget), ("--block-size", block_size)):
+            if value is not None:
+                raise InputError(f"{name} needs --ddtree or --chain")
+        return None
+    if drafter is None:
+        raise InputError("--ddtree and --chain need --drafter: the folder of a DFlash drafter, ngram, or synthetic:P")
+    return DraftOptions("chain" if chain else "ddtree", drafter, budget, block_size)
 
 
 def show_golden(summary: GoldenSummary, name: str | None = None) -> None:
@@ -91,6 +121,15 @@ def show_golden(summary: GoldenSummary, name: str | None = None) -> None:
     ]
     if summary.max_difference is not None:
         parts.append(f"max_abs_exact_minus_float64={summary.max_difference:.3e}")
+    if summary.settings is not None:
+        figures = statistics(summary.rounds, len(summary.sequences))
+        parts += [
+            f"mode={summary.settings.mode}",
+            f"drafter={summary.settings.drafter.split(':')[0]}",
+            f"budget={summary.settings.budget}",
+            f"tau={figures['tau']:.3f}",
+            f"rounds={figures['rounds']}",
+        ]
     parts.append(f"weights={'embedded' if summary.embedded else 'not-embedded'}")
     click.echo(" ".join(parts))
     if summary.ties:

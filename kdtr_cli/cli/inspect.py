@@ -10,6 +10,8 @@ from rich.console import Console
 
 from kdtr_cli.cli import console
 from kdtr_cli.cli.failures import one_line
+from kdtr_cli.cli.round_tree import render_round
+from kdtr_cli.errors import InputError
 from kdtr_cli.workflows.inspect import describe
 
 __all__ = ["inspect"]
@@ -28,15 +30,34 @@ __all__ = ["inspect"]
 @click.option(
     "--sequence", "sequence_id", metavar="ID", help="Show this sequence's tokens and its 5 largest logits a step."
 )
-def inspect(bundle: Path, output_format: str, sequence_id: str | None) -> None:
+@click.option(
+    "--round",
+    "round_number",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Draw the tree of this round (from 0) of the sequence, by default of the first one.",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="With --round: show tokens as text too, by the tokenizer.json of this folder.",
+)
+def inspect(
+    bundle: Path, output_format: str, sequence_id: str | None, round_number: int | None, tokenizer: Path | None
+) -> None:
     """Show what a bundle holds.
 
-    Kind, model, choices, decoding and every sequence of BUNDLE. Checks the structure and the manifest; of the data
-    only those that are shown (`kdtr verify` checks all).
+    Kind, model, choices, decoding, statistics of rounds and every sequence of BUNDLE. Checks the structure and the
+    manifest; of the data only those that are shown (`kdtr verify` checks all).
     """
-    document = describe(bundle, sequence_id)
+    if tokenizer is not None and round_number is None:
+        raise InputError("--tokenizer needs --round: only there are tokens shown as text")
+    document = describe(bundle, sequence_id, round_number, tokenizer)
     if output_format == "json":
         click.echo(json.dumps(document, indent=2))
+    elif document["round"] is not None:
+        render_round(console.results(), document["round"])
     else:
         _render(console.results(), document)
 
@@ -59,6 +80,10 @@ def _render(out: Console, document: Mapping[str, Any]) -> None:
         "arithmetic": f"{', '.join(document['arithmetic'])} (tier {document['tier']})",
         "logits": document["logits"] + (", prompt scored" if document["score"] else ""),
     }
+    if document["drafting"] is not None:
+        facts["drafting"] = _pairs(document["drafting"])
+    if document["rounds"] is not None:
+        facts["rounds"] = _statistics(document["rounds"])
     if document["run"] is not None:
         facts["run"] = _pairs(document["run"])
     width = max(map(len, facts))
@@ -99,6 +124,14 @@ def _render_sequence(out: Console, detail: Mapping[str, Any]) -> None:
         for step, (token, top) in enumerate(zip(detail["tokens"], steps, strict=True)):
             rows.append([step, token, "  ".join(f"{entry['id']}:{entry['logit']}" for entry in top)])
         console.print_table(out, ["step", "token", "id:logit"], rows, right="rr ")
+
+
+def _statistics(rounds: Mapping[str, Any]) -> str:
+    lengths = " ".join(f"{length}:{count}" for length, count in rounds["histogram"].items()) or "-"
+    return (
+        f"rounds={rounds['rounds']} tau={rounds['tau']:.3f} forward_passes={rounds['forward_passes']} "
+        f"nodes={rounds['nodes']} accepted {lengths}"
+    )
 
 
 def _ids(ids: list[int]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from kdtr_cli.cli.console import progress
+from kdtr_cli.ddtree.rounds import statistics
 from kdtr_cli.workflows.run import RunOptions, RunSummary, make_run
 from kdtr_cli.workflows.show import continuation
 
@@ -15,7 +16,16 @@ __all__ = ["run", "show_run"]
 @click.command("run")
 @click.argument("golden", type=click.Path(path_type=Path))
 @click.option("-o", "output", required=True, type=click.Path(path_type=Path), help="The bundle to write.")
-@click.option("--mode", type=click.Choice(("ar",)), default="ar", show_default=True, help="ar: autoregressive.")
+@click.option(
+    "--mode",
+    type=click.Choice(("ar", "ddtree", "chain")),
+    default="ar",
+    show_default=True,
+    help="ar: one token a step; ddtree: draft trees; chain: the drafter's best chain.",
+)
+@click.option("--drafter", metavar="DIR|ngram|replay|synthetic:P", help="Who drafts.  [default: as the golden]")
+@click.option("--budget", type=click.IntRange(1, 1024), help="Nodes of a tree.  [default: as the golden, or block - 1]")
+@click.option("--block-size", type=click.IntRange(2, 33), help="Root and tokens drafted ahead.  [default: 8]")
 @click.option("--device", type=click.Choice(("auto", "gpu", "cpu")), default="auto", show_default=True)
 @click.option("--tier", type=click.Choice(("exact",)), default="exact", show_default=True)
 @click.option("--model", metavar="DIR", help="The checkpoint, where the golden holds no weights.")
@@ -28,7 +38,7 @@ def run(golden: Path, output: Path, **options: Any) -> None:
     """Run a golden's prompts through the CUDA engine.
 
     The engine sees the golden's prompts, config, weights and settings; its tokens only with --teacher-force, its
-    logits never. --batch and --prefill change no bit.
+    logits never. Mode, drafter, --batch and --prefill change no bit of tokens and logits.
     """
     with progress() as bar:
         task = bar.add_task("run", total=None)
@@ -44,6 +54,11 @@ def show_run(summary: RunSummary, name: str | None = None) -> None:
     for line in continuation(summary.model.folder, summary.sequences):
         click.echo(line)
     tokens = sum(len(result.tokens) for _, result in summary.sequences)
+    rounds = [r for sequence in summary.rounds for r in sequence]
+    if rounds:
+        found = statistics(rounds)
+        histogram = " ".join(f"{n}:{count}" for n, count in sorted(found["histogram"].items()))
+        click.echo(f"rounds={len(rounds)} tau={found['tau']:.3f} accepted {histogram}")
     click.echo(
         f"run {name or summary.path}: {summary.model.name} on {summary.device['device']} "
         f"sequences={len(summary.sequences)} tokens={tokens}"

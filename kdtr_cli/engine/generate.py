@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kdtr_cli.engine.devices import DeviceArray
-from kdtr_cli.engine.transformer import Rows, Transformer
+from kdtr_cli.engine.transformer import Observe, Rows, Transformer
 from kdtr_cli.errors import DeviceError
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt
 
-__all__ = ["Request", "generate"]
+__all__ = ["Request", "blame", "generate"]
 
 
 @dataclass(frozen=True)
@@ -181,35 +181,42 @@ class _Session:
     def _blame_prefill(self, slot: int, ids: np.ndarray, sequence: _Running) -> None:
         for first in range(0, len(ids), self.prefill):
             rows = self._write_prefill(slot, ids, first)
-            self.model.forward(rows, first + rows.tokens.size, self._observer(rows.tokens.size, sequence, first))
+            where = f"the prompt from position {first} on"
+            observe = blame(self.model, rows.tokens.size, sequence.request.prompt.id, where)
+            self.model.forward(rows, first + rows.tokens.size, observe)
         raise DeviceError(f"logits of sequence {sequence.request.prompt.id!r} are not finite after the prompt")
 
     def _blame_step(self, sequence: _Running) -> None:
         # the failed step again, from the host's state, looking at every tensor
         self.write_state()
-        self.model.forward(self.rows, self.model.capacity, self._observer(self.batch, sequence, len(sequence.tokens)))
+        observe = blame(self.model, self.batch, sequence.request.prompt.id, f"step {len(sequence.tokens)}")
+        self.model.forward(self.rows, self.model.capacity, observe)
         raise DeviceError(
             f"logits of sequence {sequence.request.prompt.id!r} are not finite at step {len(sequence.tokens)}"
         )
 
-    def _observer(self, rows: int, sequence: _Running, step: int):
-        model = self.model
-        first = self.device.upload("first_nonfinite", np.zeros(1, np.uint64))
 
-        def observe(name: str, array: DeviceArray) -> None:
-            n = array.size // model.rows * rows
-            self.device.write(first, np.array([np.iinfo(np.uint64).max], np.uint64))
-            model.launch("nonfinite", x=array, first=first, n=n)
-            at = int(self.device.read(first)[0])
-            if at < n:
-                row = at // (array.size // model.rows)
-                raise DeviceError(
-                    f"{name} is not finite in row {row} of the pass at step {step} "
-                    f"(seen in sequence {sequence.request.prompt.id!r}): "
-                    "the engine overflows or reads unwritten memory there"
-                )
+def blame(model: Transformer, rows: int, name: str, where: str) -> Observe:
+    """An observer that looks at every tensor of a pass of this many rows; DeviceError naming the first not finite.
 
-        return observe
+    For a pass that is run once more, outside a capture, after its logits were found not to be finite.
+    """
+    device = model.device
+    first = device.upload("first_nonfinite", np.zeros(1, np.uint64))
+
+    def observe(tensor: str, array: DeviceArray) -> None:
+        n = array.size // model.rows * rows
+        device.write(first, np.array([np.iinfo(np.uint64).max], np.uint64))
+        model.launch("nonfinite", x=array, first=first, n=n)
+        at = int(device.read(first)[0])
+        if at < n:
+            row = at // (array.size // model.rows)
+            raise DeviceError(
+                f"{tensor} is not finite in row {row} of {where} (seen in sequence {name!r}): "
+                "the engine overflows or reads unwritten memory there"
+            )
+
+    return observe
 
 
 def generate(

@@ -5,83 +5,31 @@ the function of the same ``twin`` name in ``kdtr_cli.reference.twins``. An array
 arguments (and by extra dimensions that only the launch needs, such as rows).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from kdtr_cli.engine.kernel_table import DTYPES, Arg, Dims, Kernel, args, up
+from kdtr_cli.engine.kernels_ddtree import DDTREE
 
-__all__ = ["KERNELS", "Arg", "Kernel", "expert_matmul", "matmul", "most_tiles", "sources"]
+__all__ = [
+    "CHUNK",
+    "DTYPES",
+    "KERNELS",
+    "SEGMENT",
+    "SPAN",
+    "Arg",
+    "Kernel",
+    "expert_matmul",
+    "matmul",
+    "most_tiles",
+    "sources",
+]
 
 CHUNK = 256  # positions of an attention chunk (rule 10; attention.cuh)
 SEGMENT = 32  # positions whose scores one block makes (attention.cuh)
 SPAN = 2048  # logits of one part of the token choice (sample.cu)
 _HEADS = 8  # heads of a block that share a key (attention.cuh)
 
-DTYPES = {
-    "f32": np.dtype(np.float32),
-    "i32": np.dtype(np.int32),
-    "i64": np.dtype(np.int64),
-    "u32": np.dtype(np.uint32),
-    "u64": np.dtype(np.uint64),
-}
-
-Dims = Mapping[str, Any]
-Grid = Callable[[Dims], tuple[int, int, int]]
-
-
-@dataclass(frozen=True)
-class Arg:
-    """One argument, in the order of the C++ signature."""
-
-    name: str
-    dtype: str  #: key of DTYPES
-    shape: tuple[str, ...] | None = None  #: names of dimensions; None for a scalar passed by value
-    role: str = "in"  #: in, out or inout
-    nullable: bool = False
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """How to launch a kernel and what it costs."""
-
-    name: str
-    file: str
-    args: tuple[Arg, ...]
-    grid: Grid
-    twin: str
-    block: tuple[int, int, int] = (128, 1, 1)
-    shared: Callable[[Dims], int] = lambda d: 0
-    tier: str = "exact"
-    #: bytes that must move through device memory and floating-point operations, for benchmarks
-    bytes: Callable[[Dims], int] = lambda d: 0
-    flops: Callable[[Dims], int] = lambda d: 0
-
-    def arrays(self) -> tuple[Arg, ...]:
-        """The array arguments."""
-        return tuple(a for a in self.args if a.shape is not None)
-
-
-def _up(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _args(text: str) -> tuple[Arg, ...]:
-    """Arguments, one a line: ``role dtype name[dim, dim]``, or ``dtype name`` for a scalar; ``?`` = may be null."""
-    out = []
-    for line in text.strip().splitlines():
-        words = line.split(None, 2) if line.split()[0] in ("in", "out", "inout") else ["", *line.split(None, 1)]
-        role, dtype, name = words
-        if role:
-            name, dims = name.rstrip("]").split("[")
-            shape = tuple(d.strip() for d in dims.split(","))
-            out.append(Arg(name.rstrip("?"), dtype, shape, role, name.endswith("?")))
-        else:
-            out.append(Arg(name, dtype))
-    return tuple(out)
-
-
-_MATMUL_ARGS = _args("""
+_MATMUL_ARGS = args("""
 in f32 x[rows, x_row]
 in f32 w[heads, n, k]
 in f32 bias?[n]
@@ -96,7 +44,7 @@ i64 x_head
 i64 w_head
 i64 y_head
 """)
-_EXPERT_ARGS = _args("""
+_EXPERT_ARGS = args("""
 in f32 x[x_rows, k]
 in f32 w[experts, n, k]
 in i32 items[item_count]
@@ -114,7 +62,7 @@ def _matmul_kernel(name: str, file: str, rows: int, outputs: int, teams: int = 1
         name,
         file,
         _MATMUL_ARGS,
-        lambda d: (_up(d["n"], outputs * teams), _up(d["rows"], rows), d["heads"]),
+        lambda d: (up(d["n"], outputs * teams), up(d["rows"], rows), d["heads"]),
         "matmul",
         block=(128, teams, 1),
         bytes=lambda d: 4 * d["heads"] * (d["n"] * d["k"] + d["rows"] * (d["n"] + d["k"])),
@@ -127,16 +75,21 @@ def _expert_kernel(name: str, outputs: int) -> Kernel:
         name,
         "expert_matmul.cu",
         _EXPERT_ARGS,
-        lambda d: (_up(d["n"], outputs), d["tile_places"], 1),
+        lambda d: (up(d["n"], outputs), d["tile_places"], 1),
         "expert_matmul",
         bytes=lambda d: 4 * (d["touched"] * d["n"] * d["k"] + d["item_count"] * (d["n"] + d["k"])),
         flops=lambda d: 2 * d["item_count"] * d["n"] * d["k"],
     )
 
 
-def _elements(name: str, file: str, args: str, size: str, **more: Any) -> Kernel:
+def _elements(name: str, file: str, text: str, size: str, **more: Any) -> Kernel:
     """A kernel with one thread an element of rows of `size` elements."""
-    return Kernel(name, file, _args(args), lambda d: (_up(d[size], 128), d["rows"], 1), name, **more)
+    return Kernel(name, file, args(text), lambda d: (up(d[size], 128), d["rows"], 1), name, **more)
+
+
+def _head_blocks(d: Dims) -> int:
+    """Blocks of at most eight heads that share a kv head."""
+    return d["kv_heads"] * up(d["heads"] // d["kv_heads"], _HEADS)
 
 
 _TABLE = (
@@ -155,7 +108,7 @@ _TABLE = (
     Kernel(
         "rmsnorm",
         "rmsnorm.cu",
-        _args("""
+        args("""
         in f32 x[rows, x_row]
         in f32 weight[n]
         out f32 y[rows, y_row]
@@ -181,7 +134,7 @@ _TABLE = (
     Kernel(
         "rope_query",
         "rope_query.cu",
-        _args("""
+        args("""
         in f32 q[rows, q_row]
         in i32 positions[rows]
         in f32 cos[max_positions, half]
@@ -194,7 +147,7 @@ _TABLE = (
         i32 interleaved
         i64 q_row
         """),
-        lambda d: (_up(d["heads"] * d["half"], 128), d["rows"], 1),
+        lambda d: (up(d["heads"] * d["half"], 128), d["rows"], 1),
         "rope_query",
         bytes=lambda d: 8 * d["rows"] * d["half"] * (2 * d["heads"] + 1),
         flops=lambda d: 6 * d["rows"] * d["half"] * d["heads"],
@@ -202,7 +155,7 @@ _TABLE = (
     Kernel(
         "kv_append",
         "kv_append.cu",
-        _args("""
+        args("""
         in f32 kv[rows, kv_row]
         in f32 weight[latent]
         in i32 positions[rows]
@@ -224,66 +177,80 @@ _TABLE = (
         flops=lambda d: d["rows"] * (4 * d["latent"] + 6 * d["half"]),
     ),
     Kernel(
-        "mla_scores",
-        "mla_scores.cu",
-        _args("""
+        "attn_scores",
+        "attention_scores.cu",
+        args("""
         in f32 query[rows, heads, width]
-        in f32 cache[sequences, capacity, width]
+        in f32 cache[sequences, capacity, key_row]
         in i32 positions[rows]
         in i32 slots[rows]
+        in i32 tree_starts?[rows]
+        in i32 paths?[rows, path_row]
         inout f32 scores[rows, heads, span]
         inout f32 peaks[rows, heads, segments]
         i32 heads
+        i32 kv_heads
         i32 width
         i32 capacity
         i32 chunks
+        i32 path_row
+        i64 key_row
+        i64 key_head
         f32 scale
         """),
-        lambda d: (d["chunks"] * (CHUNK // SEGMENT), _up(d["heads"], _HEADS), d["rows"]),
-        "mla_scores",
+        lambda d: (d["chunks"] * (CHUNK // SEGMENT), _head_blocks(d), d["rows"]),
+        "attn_scores",
         bytes=lambda d: (
-            4 * d["rows"] * (d["chunks"] * CHUNK * d["width"] + d["heads"] * (d["width"] + d["chunks"] * CHUNK))
+            4 * d["rows"] * (d["chunks"] * CHUNK * d["width"] * d["kv_heads"])
+            + 4 * d["rows"] * d["heads"] * (d["width"] + d["chunks"] * CHUNK)
         ),
         flops=lambda d: 2 * d["rows"] * d["heads"] * d["chunks"] * CHUNK * d["width"],
     ),
     Kernel(
-        "mla_chunks",
-        "mla_chunks.cu",
-        _args("""
+        "attn_chunks",
+        "attention_chunks.cu",
+        args("""
         in f32 scores[rows, heads, span]
         in f32 peaks[rows, heads, segments]
-        in f32 cache[sequences, capacity, width]
+        in f32 cache[sequences, capacity, key_row]
         in i32 positions[rows]
         in i32 slots[rows]
+        in i32 tree_starts?[rows]
+        in i32 paths?[rows, path_row]
         inout f32 sums[rows, heads, chunks]
-        inout f32 vectors[rows, heads, chunks, latent]
+        inout f32 vectors[rows, heads, chunks, n]
         i32 heads
-        i32 width
-        i32 latent
+        i32 kv_heads
+        i32 n
         i32 capacity
         i32 chunks
+        i32 path_row
+        i64 key_row
+        i64 key_head
         """),
-        lambda d: (d["chunks"], _up(d["heads"], _HEADS), d["rows"] * _up(d["latent"], 128)),
-        "mla_chunks",
-        bytes=lambda d: 4 * d["rows"] * d["chunks"] * (CHUNK * d["latent"] + d["heads"] * (CHUNK + d["latent"] + 1)),
-        flops=lambda d: 2 * d["rows"] * d["heads"] * d["chunks"] * CHUNK * d["latent"],
+        lambda d: (d["chunks"], _head_blocks(d), d["rows"] * up(d["n"], 128)),
+        "attn_chunks",
+        bytes=lambda d: (
+            4 * d["rows"] * d["chunks"] * (CHUNK * d["n"] * d["kv_heads"] + d["heads"] * (CHUNK + d["n"] + 1))
+        ),
+        flops=lambda d: 2 * d["rows"] * d["heads"] * d["chunks"] * CHUNK * d["n"],
     ),
     Kernel(
-        "mla_combine",
-        "mla_combine.cu",
-        _args("""
+        "attn_combine",
+        "attention_combine.cu",
+        args("""
         in f32 sums[rows, heads, chunks]
-        in f32 vectors[rows, heads, chunks, latent]
+        in f32 vectors[rows, heads, chunks, n]
         in i32 positions[rows]
-        out f32 o[rows, heads, latent]
+        out f32 o[rows, heads, n]
         i32 heads
-        i32 latent
+        i32 n
         i32 chunks
         """),
-        lambda d: (_up(d["latent"], 128), d["heads"], d["rows"]),
-        "mla_combine",
-        bytes=lambda d: 4 * d["rows"] * d["heads"] * (d["chunks"] * (d["latent"] + 1) + d["latent"]),
-        flops=lambda d: d["rows"] * d["heads"] * d["latent"] * (d["chunks"] + 1),
+        lambda d: (up(d["n"], 128), d["heads"], d["rows"]),
+        "attn_combine",
+        bytes=lambda d: 4 * d["rows"] * d["heads"] * (d["chunks"] * (d["n"] + 1) + d["n"]),
+        flops=lambda d: d["rows"] * d["heads"] * d["n"] * (d["chunks"] + 1),
     ),
     _elements(
         "swiglu",
@@ -300,7 +267,7 @@ _TABLE = (
     Kernel(
         "router",
         "router.cu",
-        _args("""
+        args("""
         in f32 logits[rows, experts]
         in f32 bias?[experts]
         out i32 ids[rows, slots]
@@ -324,7 +291,7 @@ _TABLE = (
     Kernel(
         "group_experts",
         "group_experts.cu",
-        _args("""
+        args("""
         in i32 ids[item_count]
         out i32 items[item_count]
         inout i32 tiles[tile_places, 3]
@@ -361,7 +328,7 @@ _TABLE = (
     Kernel(
         "sample_parts",
         "sample.cu",
-        _args("""
+        args("""
         in f32 logits[rows, vocab]
         in i32 positions[rows]
         in i32 streams[rows]
@@ -380,7 +347,7 @@ _TABLE = (
     Kernel(
         "sample_final",
         "sample.cu",
-        _args("""
+        args("""
         in f32 values[rows, parts]
         in i32 indices[rows, parts]
         out i32 chosen[rows]
@@ -397,19 +364,19 @@ _TABLE = (
     Kernel(
         "nonfinite",
         "nonfinite.cu",
-        _args("""
+        args("""
         in f32 x[n]
         inout u64 first[1]
         i64 n
         """),
-        lambda d: (min(_up(d["n"], 128), 1024), 1, 1),
+        lambda d: (min(up(d["n"], 128), 1024), 1, 1),
         "nonfinite",
         bytes=lambda d: 4 * d["n"],
     ),
 )
 
 #: name → kernel
-KERNELS: dict[str, Kernel] = {k.name: k for k in _TABLE}
+KERNELS: dict[str, Kernel] = {k.name: k for k in (*_TABLE, *DDTREE)}
 
 
 def sources() -> tuple[str, ...]:

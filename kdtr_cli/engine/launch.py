@@ -1,9 +1,9 @@
-"""Launching kernels by the table: named arguments in, the C++ argument order and the grid out."""
+"""Launching kernels by the table: named arguments in, the C++ argument order and the grid out; the common products."""
 
 from typing import Any
 
 from kdtr_cli.engine.devices import Device, DeviceArray
-from kdtr_cli.engine.kernels import DTYPES, KERNELS
+from kdtr_cli.engine.kernels import DTYPES, KERNELS, matmul
 
 __all__ = ["Launcher"]
 
@@ -40,3 +40,45 @@ class Launcher:
                 raise TypeError(f"{name}: {arg.name} must be a {arg.dtype} array on the device")
             args.append(value)
         self.device.launch(self._loaded[name], kernel.grid(values), kernel.block, args, kernel.shared(values))
+
+    def matmul(
+        self,
+        x: DeviceArray,
+        w: DeviceArray,
+        y: DeviceArray,
+        rows: int,
+        *,
+        bias: DeviceArray | None = None,
+        residual: DeviceArray | None = None,
+        heads: int = 1,
+        x_row: int | None = None,
+        y_row: int | None = None,
+        x_head: int = 0,
+        y_head: int = 0,
+    ) -> None:
+        """y = x w^T (+ bias) (+ residual) for w [n, k], or [heads, n, k] with a step between heads in x and y."""
+        n, k = w.shape[-2:]
+        self(
+            matmul(self.device.kind, rows, n, k),
+            x=x,
+            w=w,
+            bias=bias,
+            residual=residual,
+            y=y,
+            rows=rows,
+            n=n,
+            k=k,
+            heads=heads,
+            x_row=x_row or k,
+            y_row=y_row or n,
+            x_head=x_head,
+            w_head=n * k if heads > 1 else 0,
+            y_head=y_head,
+        )
+
+    def norm(
+        self, x: DeviceArray, weight: DeviceArray, y: DeviceArray, rows: int, eps: float, x_row: int | None = None
+    ) -> None:
+        """y = RMSNorm of the first n elements of each row of x, n that of the weight."""
+        n = weight.size
+        self("rmsnorm", x=x, weight=weight, y=y, rows=rows, n=n, eps=eps, x_row=x_row or n, y_row=n)

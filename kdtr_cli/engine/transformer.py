@@ -4,6 +4,8 @@ Everything is allocated here at the start, filled with NaN. A pass takes rows, a
 sequences at any positions; prefill, chunked prefill and a decode step differ only in their rows.
 """
 
+import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +13,7 @@ import numpy as np
 
 from kdtr_cli.engine.devices import Device, DeviceArray
 from kdtr_cli.engine.kernels import CHUNK, KERNELS, SEGMENT, SPAN, expert_matmul, matmul, most_tiles
+from kdtr_cli.engine.kernels_ddtree import DDTREE
 from kdtr_cli.engine.launch import Launcher
 from kdtr_cli.engine.weights import DeviceWeights, LayerWeights
 from kdtr_cli.errors import InputError
@@ -18,7 +21,7 @@ from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.rope import rope_table
 
-__all__ = ["Observe", "Rows", "Transformer", "prefill_rows"]
+__all__ = ["Observe", "Rows", "Transformer", "TreeRows", "prefill_rows"]
 
 #: Called with the name and the device array of each intermediate tensor, the names of the NumPy model.
 Observe = Callable[[str, DeviceArray], None]
@@ -52,6 +55,19 @@ class Rows:
         return Rows(*(a.view(first, (count,)) for a in (self.tokens, self.positions, self.slots)))
 
 
+@dataclass(frozen=True)
+class TreeRows:
+    """Where the rows of draft trees lie, on the device (docs/numerics.md rule 19), int32.
+
+    Row i writes cache row places[i]; it sees positions before tree_starts[i] in the rows of the same number, and from
+    there on in rows paths[i, 0], paths[i, 1], …
+    """
+
+    places: DeviceArray  #: [M]
+    tree_starts: DeviceArray  #: [M]
+    paths: DeviceArray  #: [M, L + 1]
+
+
 class Transformer:
     """Weights, caches and scratch of one model on one device.
 
@@ -76,7 +92,8 @@ class Transformer:
         self.chunks = -(-capacity // CHUNK)
         self.capacity = capacity
         self.latent_eps = choices.latent_eps(config.rms_norm_eps)
-        cos, sin = rope_table(config, capacity, choices.rope_angles)
+        # rows of a draft tree may lie past the last position; no row stands there
+        cos, sin = rope_table(config, min(capacity, config.max_position_embeddings), choices.rope_angles)
         self.cos, self.sin = device.upload("rope.cos", cos), device.upload("rope.sin", sin)
         self._allocate()
         self.launch.load(self.kernel_names())
@@ -84,7 +101,8 @@ class Transformer:
     def kernel_names(self) -> list[str]:
         """The kernels that a pass of this model may launch."""
         kind = self.device.kind
-        names = [n for n in KERNELS if not n.startswith(("matmul_", "expert_matmul_"))]
+        drafts = {k.name for k in DDTREE}
+        names = [n for n in KERNELS if n not in drafts and not n.startswith(("matmul_", "expert_matmul_"))]
         names += {
             matmul(kind, rows, n, k) for rows in range(1, self.rows + 1) for n in (1, 1 << 20) for k in (1, 1 << 20)
         }
@@ -100,7 +118,9 @@ class Transformer:
         def new(name: str, *shape: int, dtype: type = f32) -> DeviceArray:
             return self.device.alloc(name, shape, dtype)
 
-        self.caches = [new(f"cache.{i}", self.slots, self.capacity, width) for i in range(c.num_hidden_layers)]
+        self.cache = new("cache", c.num_hidden_layers, self.slots, self.capacity, width)
+        layer = (self.slots, self.capacity, width)
+        self.caches = [self.cache.view(i * math.prod(layer), layer) for i in range(c.num_hidden_layers)]
         self.hidden, self.normed = new("hidden", m, c.hidden_size), new("normed", m, c.hidden_size)
         q_width = c.q_lora_rank or heads * c.qk_head_dim
         self.qkv = new("qkv_a", m, q_width + width)
@@ -134,73 +154,33 @@ class Transformer:
 
     # ------------------------------------------------------------------------------------------------ operations
 
-    def _matmul(
-        self,
-        x: DeviceArray,
-        w: DeviceArray,
-        y: DeviceArray,
-        rows: int,
-        *,
-        bias: DeviceArray | None = None,
-        residual: DeviceArray | None = None,
-        heads: int = 1,
-        x_row: int | None = None,
-        y_row: int | None = None,
-        x_head: int = 0,
-        y_head: int = 0,
-    ) -> None:
-        n, k = w.shape[-2:]
-        self.launch(
-            matmul(self.device.kind, rows, n, k),
-            x=x,
-            w=w,
-            bias=bias,
-            residual=residual,
-            y=y,
-            rows=rows,
-            n=n,
-            k=k,
-            heads=heads,
-            x_row=x_row or k,
-            y_row=y_row or n,
-            x_head=x_head,
-            w_head=n * k if heads > 1 else 0,
-            y_head=y_head,
-        )
-
-    def _norm(
-        self, x: DeviceArray, weight: DeviceArray, y: DeviceArray, rows: int, eps: float, x_row: int | None = None
-    ) -> None:
-        n = weight.size
-        self.launch("rmsnorm", x=x, weight=weight, y=y, rows=rows, n=n, eps=eps, x_row=x_row or n, y_row=n)
-
     def _mlp(self, layer: LayerWeights, m: int, y: DeviceArray, residual: DeviceArray | None) -> None:
         width = layer.down.shape[1]
-        self._matmul(self.normed, layer.gate_up, self.gate_up, m)
+        self.launch.matmul(self.normed, layer.gate_up, self.gate_up, m)
         self.launch("swiglu", gate_up=self.gate_up, h=self.mlp_hidden, rows=m, n=width)
-        self._matmul(self.mlp_hidden, layer.down, y, m, residual=residual)
+        self.launch.matmul(self.mlp_hidden, layer.down, y, m, residual=residual)
 
-    def _attention(self, i: int, m: int, rows: Rows, chunks: int, observe: Observe) -> None:
+    def _attention(self, i: int, m: int, rows: Rows, tree: TreeRows | None, chunks: int, observe: Observe) -> None:
         c, layer, cache = self.config, self.weights.layers[i], self.caches[i]
         name = f"model.layers.{i}.self_attn."
         heads, latent, nope, half = c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim // 2
         width, qk, row = c.latent_dim, c.qk_head_dim, self.qkv.shape[1]
         at = {"positions": rows.positions, "slots": rows.slots, "rows": m}
         rope = {"cos": self.cos, "sin": self.sin, "half": half, "interleaved": c.rope_interleave}
-        self._matmul(self.normed, layer.qkv_a, self.qkv, m, bias=layer.qkv_a_bias)
+        self.launch.matmul(self.normed, layer.qkv_a, self.qkv, m, bias=layer.qkv_a_bias)
         if layer.q_b is None:
             q, q_row = self.qkv, row
         else:
-            self._norm(self.qkv, layer.q_norm, self.q_latent, m, self.latent_eps, x_row=row)
+            self.launch.norm(self.qkv, layer.q_norm, self.q_latent, m, self.latent_eps, x_row=row)
             observe(f"{name}q_latent", self.q_latent)
-            self._matmul(self.q_latent, layer.q_b, self.q, m)
+            self.launch.matmul(self.q_latent, layer.q_b, self.q, m)
             q, q_row = self.q, heads * qk
             observe(f"{name}q", q)
         self.launch(
             "kv_append",
             kv=self.qkv.view(row - width, (self.qkv.size - row + width,)),
             weight=layer.kv_norm,
-            places=rows.positions,
+            places=rows.positions if tree is None else tree.places,
             cache=cache,
             latent=latent,
             capacity=self.capacity,
@@ -210,15 +190,20 @@ class Transformer:
             **at,
         )
         # the absorbed query: W_UK^T q_nope of each head, then its rotated part behind it
-        self._matmul(
+        self.launch.matmul(
             q, layer.w_uk, self.query, m, heads=heads, x_row=q_row, x_head=qk, y_row=heads * width, y_head=width
         )
         self.launch(
             "rope_query", q=q, query=self.query, heads=heads, nope=nope, latent=latent, q_row=q_row, **rope, **at
         )
-        size = {"heads": heads, "width": width, "latent": latent, "capacity": self.capacity, "chunks": chunks}
+        size = {"heads": heads, "kv_heads": 1, "n": latent, "capacity": self.capacity, "chunks": chunks}
+        size |= {"width": width, "key_row": width, "key_head": 0}
+        if tree is None:
+            at |= {"tree_starts": None, "paths": None, "path_row": 0}
+        else:
+            at |= {"tree_starts": tree.tree_starts, "paths": tree.paths, "path_row": tree.paths.shape[-1]}
         self.launch(
-            "mla_scores",
+            "attn_scores",
             query=self.query,
             cache=cache,
             scores=self.scores,
@@ -228,10 +213,10 @@ class Transformer:
             **at,
         )
         scratch = {"sums": self.sums, "vectors": self.vectors}
-        self.launch("mla_chunks", scores=self.scores, peaks=self.peaks, cache=cache, **scratch, **size, **at)
-        self.launch("mla_combine", o=self.latent_out, **scratch, **size, **at)
+        self.launch("attn_chunks", scores=self.scores, peaks=self.peaks, cache=cache, **scratch, **size, **at)
+        self.launch("attn_combine", o=self.latent_out, **scratch, **size, **at)
         v = c.v_head_dim
-        self._matmul(
+        self.launch.matmul(
             self.latent_out,
             layer.w_uv,
             self.values,
@@ -243,7 +228,7 @@ class Transformer:
             y_head=v,
         )
         observe(f"{name}values", self.values)
-        self._matmul(self.values, layer.o, self.hidden, m, bias=layer.o_bias, residual=self.hidden)
+        self.launch.matmul(self.values, layer.o, self.hidden, m, bias=layer.o_bias, residual=self.hidden)
 
     def _experts(self, i: int, m: int, observe: Observe) -> None:
         c, layer = self.config, self.weights.layers[i]
@@ -251,7 +236,7 @@ class Transformer:
         experts, slots, hidden, each = c.n_routed_experts, c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size
         items = m * slots
         tile = 1 if m == 1 else 4
-        self._matmul(self.normed, layer.router, self.router_logits, m)
+        self.launch.matmul(self.normed, layer.router, self.router_logits, m)
         observe(f"{name}.router_logits", self.router_logits)
         self.launch(
             "router",
@@ -294,7 +279,7 @@ class Transformer:
             n=hidden,
         )
 
-    def forward(self, rows: Rows, positions: int, observe: Observe = _ignore) -> None:
+    def forward(self, rows: Rows, positions: int, observe: Observe = _ignore, tree: TreeRows | None = None) -> None:
         """Feed rows; leaves the final norm's output in ``normed`` [M, hidden].
 
         ``positions`` bounds the number of positions that any row of this pass sees; it sizes the attention grids, and
@@ -306,23 +291,32 @@ class Transformer:
         observe("embed", self.hidden)
         for i, layer in enumerate(self.weights.layers):
             name = f"model.layers.{i}"
-            self._norm(self.hidden, layer.input_norm, self.normed, m, c.rms_norm_eps)
-            self._attention(i, m, rows, chunks, observe)
+            self.launch.norm(self.hidden, layer.input_norm, self.normed, m, c.rms_norm_eps)
+            self._attention(i, m, rows, tree, chunks, observe)
             observe(f"{name}.self_attn.hidden", self.hidden)
-            self._norm(self.hidden, layer.post_norm, self.normed, m, c.rms_norm_eps)
+            self.launch.norm(self.hidden, layer.post_norm, self.normed, m, c.rms_norm_eps)
             if c.is_moe_layer(i):
                 self._experts(i, m, observe)
             else:
                 self._mlp(layer, m, self.hidden, self.hidden)
             observe(f"{name}.hidden", self.hidden)
-        self._norm(self.hidden, self.weights.norm, self.normed, m, c.rms_norm_eps)
+        self.launch.norm(self.hidden, self.weights.norm, self.normed, m, c.rms_norm_eps)
         observe("final_norm", self.normed)
+
+    def cache_digest(self, slot: int, first: int, count: int) -> bytes:
+        """SHA-256 over cache rows first .. first + count - 1 of a slot, layer by layer, float32 little endian."""
+        digest = hashlib.sha256()
+        width = self.config.latent_dim
+        for cache in self.caches:
+            rows = cache.view((slot * self.capacity + first) * width, (count, width))
+            digest.update(np.ascontiguousarray(self.device.read(rows), "<f4").data)
+        return digest.digest()
 
     def head(self, first: int, count: int) -> DeviceArray:
         """Logits of rows first .. first + count - 1 of the last pass, in ``logits`` [count, vocab]."""
         c = self.config
         x = self.normed.view(first * c.hidden_size, (count, c.hidden_size))
-        self._matmul(x, self.weights.lm_head, self.logits, count)
+        self.launch.matmul(x, self.weights.lm_head, self.logits, count)
         return self.logits.view(0, (count, c.vocab_size))
 
     def choose(

@@ -34,8 +34,9 @@ class Decoding:
             raise InputError(f"--steps {self.steps}: at least 1")
         if not 0 <= self.temperature < float("inf"):
             raise InputError(f"--temperature {self.temperature}: 0 (greedy) or a positive finite number")
-        if self.temperature and not np.isfinite(np.float32(1) / np.float32(self.temperature)):
-            raise InputError(f"--temperature {self.temperature}: too small to divide by in float32; use 0 for greedy")
+        if self.temperature and not 1e-30 <= self.temperature <= 1e30:
+            # a float32 logit divided by it must neither overflow nor vanish
+            raise InputError(f"--temperature {self.temperature}: 1e-30 to 1e30, or 0 for greedy")
         if not 0 <= self.seed < 1 << 64:
             raise InputError(f"--seed {self.seed}: 0 to 2**64 - 1")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["Evidence", "EvidenceSequence", "Logits", "Rows", "logits_of", "sha256_rows"]
+__all__ = ["Evidence", "EvidenceSequence", "Logits", "RoundProblem", "Rounds", "Rows", "logits_of", "sha256_rows"]
 
 #: A function from a half-open range of rows to an array of these rows.
 Rows = Callable[[int, int], np.ndarray]
@@ -52,12 +52,33 @@ class Logits:
 
 
 @dataclass(frozen=True)
+class RoundProblem:
+    """A broken invariant of a sequence's rounds: `text` names it, what and where ("round 3: no cycle: node 5 is its own
+    ancestor"). `malformed`: these are no rounds at all, whoever recorded them; else they are rounds that do not follow
+    the rules, which the engine that made them has to answer for. `round`: which one, None: the sequence as a whole."""
+
+    text: str
+    malformed: bool = False
+    round: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Rounds:
+    """The DDTree or chain rounds of a sequence: the arrays of a bundle's rounds/ by path (docs/bundle.md), and what is
+    wrong with them. Where a problem is `malformed` there may be no arrays."""
+
+    arrays: Mapping[str, np.ndarray]
+    problems: tuple[RoundProblem, ...] = ()
+
+
+@dataclass(frozen=True)
 class EvidenceSequence:
     """One prompt and what came out. `prompt` int32 [P], `tokens` int32 [T], `finish_reason` "length" or "stop".
 
     `logits` and `prompt_logits` map the arithmetic (golden: "exact", "float64"; run: "engine") to its logits: T rows,
     row t the logits that token t was chosen from; P rows, row p the logits after the prompt's ids 0..p.
-    `ties` are the steps where the golden recorded that its float64 argmax is another token than its own.
+    `ties` are the steps where the golden recorded that its float64 argmax is another token than its own. `rounds` reads
+    what was recorded of the rounds; None: nothing was.
     """
 
     id: str
@@ -68,13 +89,15 @@ class EvidenceSequence:
     logits: Mapping[str, Logits] = field(default_factory=dict)
     prompt_logits: Mapping[str, Logits] = field(default_factory=dict)
     ties: tuple[int, ...] = ()
+    rounds: Callable[[], Rounds] | None = None
 
 
 @dataclass(frozen=True)
 class Evidence:
     """All that one side brings. `kind` is "golden" or "run", `manifest` the bundle's (docs/bundle.md), `name` what to
     call it in a report, `manifest_sha256` the digest that a run records of the golden it was made from, `vocab_size`
-    the model's, where the config says."""
+    the model's, where the config says; `drafts_kept` how many candidates a depth a golden keeps for a replay, where it
+    keeps any."""
 
     kind: str
     manifest: Mapping[str, object]
@@ -82,6 +105,7 @@ class Evidence:
     name: str = ""
     manifest_sha256: str | None = None
     vocab_size: int | None = None
+    drafts_kept: int | None = None
 
 
 def sha256_rows(rows: np.ndarray) -> np.ndarray:

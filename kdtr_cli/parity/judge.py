@@ -1,5 +1,5 @@
-"""golden + run -> Report. Provenance first, then tokens and logits, sequence by sequence; nothing is ever skipped in
-silence, and what is not shown to agree does not pass."""
+"""golden + run -> Report. Provenance first, then tokens, logits and rounds, sequence by sequence; nothing is ever
+skipped in silence, and what is not shown to agree does not pass."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +8,7 @@ import numpy as np
 
 from kdtr_cli.errors import InputError
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits
-from kdtr_cli.parity.provenance import check_kinds, compare_manifests, compare_prompts
+from kdtr_cli.parity.provenance import check_kinds, compare_drafting, compare_manifests, compare_prompts
 from kdtr_cli.parity.results import Report, SequenceResult, Side
 from kdtr_cli.parity.sequence import RUN_LOGITS, Terms, judge_sequence
 from kdtr_cli.parity.tolerances import EXACT_TIER, JudgeOptions, Tolerance, effective_tolerance
@@ -45,17 +45,21 @@ def judge(golden: Evidence, run: Evidence, options: JudgeOptions | None = None) 
     if (reason := _errors(findings)) is not None or tolerance is None:
         return invalid(findings, options, golden, run, reason, tolerance, reference)
 
+    drafting = compare_drafting(golden, run)
+    if drafting.finding is not None:
+        findings.append(drafting.finding)
     decoding = run.manifest.get("decoding")
     decoding = decoding if isinstance(decoding, Mapping) else {}
     temperature = decoding.get("temperature")
-    terms = Terms(options, tolerance, reference, decoding.get("teacher_forced") is True, temperature != 0)
+    forced = decoding.get("teacher_forced") is True
+    terms = Terms(options, tolerance, reference, forced, temperature != 0, drafting.alike)
     results = tuple(judge_sequence(index, g, r, terms) for index, g, r in pairs)
     extra = _extra(golden, run, options)
     findings += extra
     if not results:
         message = "the golden holds no sequence: nothing was compared"
         findings.append(Finding(Level.ERROR, "nothing", message, Verdict.INCONCLUSIVE))
-    return _report(golden, run, terms, results, findings, len(extra))
+    return _report(golden, run, terms, results, findings, len(extra), drafting.rounds)
 
 
 def invalid(
@@ -97,10 +101,10 @@ def _report(
     results: tuple[SequenceResult, ...],
     findings: list[Finding],
     n_extra: int,
+    rounds: str | None,
 ) -> Report:
     everything = _ordered([*findings, *(f for result in results for f in result.findings)])
     verdict = combine([*(r.verdict for r in results), *(f.verdict for f in findings if f.verdict is not None)])
-    modes = {_mode(golden), _mode(run)}
     unverified = [f.code.split(".")[2] for f in findings if f.code.startswith("unverified.")]
     unjudged = verdict in (Verdict.INVALID, Verdict.INCONCLUSIVE)
     return Report(
@@ -117,7 +121,7 @@ def _report(
         findings=everything,
         reason=next((f.message for f in everything if f.verdict is verdict), None) if unjudged else None,
         teacher_forced=terms.teacher_forced,
-        rounds=None if modes == {"ar"} else "not-compared",
+        rounds=rounds,
         unverified=tuple("weights" if name.startswith("weights") else "rope" for name in unverified),
     )
 

@@ -2,19 +2,27 @@
 
 Model config, weights as used, rotary table, contract version, numerical choices, decoding settings, and for each
 sequence its prompt and sampling stream must be the same on both sides. One that differs makes the pair INVALID: to
-call such a run DIVERGED would blame an engine that was asked another question.
+call such a run DIVERGED would blame an engine that was asked another question. How rounds were drafted may differ: they
+must emit what plain decoding emits, however they come about; then the rounds themselves can't be compared.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict
 
-__all__ = ["check_kinds", "compare_manifests", "compare_prompts"]
+__all__ = ["Drafting", "check_kinds", "compare_drafting", "compare_manifests", "compare_prompts"]
 
 _MISSING = object()
+
+#: The drafter that plays what another one drafted. A golden's own rounds are drafted at first hand.
+_REPLAY = "replay"
+
+#: What must agree for rounds to be comparable: key of the manifest's `drafting`, what it is to the user.
+_DRAFTING = {"mode": "modes", "drafter": "drafters", "budget": "budgets", "block_size": "block sizes"}
 
 #: Manifest path, what it is to the user, whether null (not known) is allowed and makes it "unverified".
 _FIELDS: tuple[tuple[str, str, bool], ...] = (
@@ -90,6 +98,67 @@ def compare_prompts(pairs: Iterable[tuple[EvidenceSequence, EvidenceSequence]]) 
             )
         )
     return findings
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Whether two sides drafted alike, so that their rounds can be compared. `rounds` is the word for it, "compared" or
+    "not-compared", None where nobody has rounds; `finding` a note that says why not."""
+
+    rounds: str | None
+    finding: Finding | None = None
+
+    @property
+    def alike(self) -> bool:
+        return self.rounds == "compared"
+
+
+def compare_drafting(golden: Evidence, run: Evidence) -> Drafting:
+    """Do mode, drafter, budget and block size agree, and do both sides hold rounds? The drafter of a run that replays
+    is the one whose drafts it replays, as long as the golden keeps enough of them."""
+    modes = [_known(e, "decoding.mode") for e in (golden, run)]
+    held = [any(s.rounds is not None for s in e.sequences) for e in (golden, run)]
+    if modes == ["ar", "ar"] and not any(held):
+        return Drafting(None)
+    for evidence, has, mode in zip((golden, run), held, modes, strict=True):
+        if not has:
+            message = f"the {evidence.kind} holds no rounds (its mode is {_short(mode)})"
+            return _not_compared(message, *modes)
+    replayed = _known(run, "drafting.drafter") == _REPLAY
+    for name, what in _DRAFTING.items():
+        source = "of" if name == "drafter" and replayed else name
+        g, r = _known(golden, f"drafting.{name}"), _known(run, f"drafting.{source}")
+        for side, key, value in (("golden", name, g), ("run", source, r)):
+            if value is None:
+                return _not_compared(f"the {side}'s manifest does not say drafting.{key}", g, r)
+        if not _equal(g, r):
+            return _not_compared(f"other {what}: golden {_short(g)}, run {_short(r)} (drafting.{source})", g, r)
+    few = _too_few_kept(golden) if replayed else None
+    return Drafting("compared") if few is None else few
+
+
+def _known(evidence: Evidence, path: str) -> object:
+    value = _look_up(evidence.manifest, path)
+    return None if value is _MISSING else value
+
+
+def _too_few_kept(golden: Evidence) -> Drafting | None:
+    """A replay has the candidates that the golden kept. Where a round takes more, it drafts another tree by right."""
+    wanted, kept = _known(golden, "drafting.budget"), golden.drafts_kept or 0
+    if _known(golden, "drafting.mode") == "chain" or not isinstance(wanted, int):
+        wanted = 1
+    if golden.vocab_size is not None:
+        wanted = min(wanted, golden.vocab_size)
+    if kept >= wanted:
+        return None
+    return _not_compared(
+        f"the run replays the {kept} candidates a depth that the golden keeps of {wanted}", wanted, kept
+    )
+
+
+def _not_compared(message: str, golden: object, run: object) -> Drafting:
+    finding = Finding(Level.NOTE, "rounds.not_compared", f"rounds are not compared: {message}", golden=golden, run=run)
+    return Drafting("not-compared", finding)
 
 
 def _unknown(golden: Evidence, run: Evidence, path: str) -> str | None:

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kdtr_cli.errors import Exit
+from kdtr_cli.parity.rounds import RoundDifference
 from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
 from kdtr_cli.parity.verdicts import Finding, Verdict
 
-__all__ = ["Report", "SequenceResult", "Side", "StepDetail", "Totals"]
+__all__ = ["Report", "RoundsResult", "SequenceResult", "Side", "StepDetail", "Totals"]
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,34 @@ class StepDetail:
     own_argmax: bool | None = None
 
 
+@dataclass(frozen=True)
+class RoundsResult:
+    """What came of a sequence's rounds.
+
+    `golden_rounds` and `run_rounds` were recorded, `golden_tau` and `run_tau` are the mean numbers of accepted rows,
+    the root counted; None where a side has none that can be read. `compared`: the two sides' rounds are of the same
+    drafting and were compared; then of `judged` rounds of the golden the first `equal` ones agree, `first_difference`
+    follows them, and `first_open` is the first difference that a tolerance leaves undecided.
+    """
+
+    compared: bool
+    golden_rounds: int | None = None
+    run_rounds: int | None = None
+    golden_tau: float | None = None
+    run_tau: float | None = None
+    judged: int = 0
+    equal: int = 0
+    first_difference: RoundDifference | None = None
+    first_open: RoundDifference | None = None
+    all_bits: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceResult:
     """One sequence of the golden. `index` is its place in the golden; tokens are int32 arrays cut to the judged steps
     (`run_tokens` is None where the run lacks the sequence). `tokens_equal` counts up to the first divergence, and
-    over all steps where the run was teacher-forced. `golden_length` is the golden's whole length."""
+    over all steps where the run was teacher-forced. `golden_length` is the golden's whole length. `rounds` is None
+    where neither side recorded any."""
 
     index: int
     id: str
@@ -57,6 +81,7 @@ class SequenceResult:
     divergence: StepDetail | None
     logits: LogitsResult
     prompt_logits: LogitsResult | None
+    rounds: RoundsResult | None
     findings: tuple[Finding, ...]
 
     @property
@@ -71,7 +96,9 @@ class Totals:
 
     `steps` of `steps_available` output steps and `sequences` of `sequences_available` were judged (they are fewer with
     --steps and --select). `exact`: all tokens equal, none missing, none extra. `first_divergence` is (the sequence's
-    place in the golden, step), as is `first_logit_failure`, the first logit row out of tolerance.
+    place in the golden, step), as is `first_logit_failure`, the first logit row out of tolerance;
+    `first_round_difference` is (the sequence's place, round). Of `rounds_judged` rounds that were to be compared
+    `rounds_equal` are, each sequence counted up to its first difference.
     """
 
     tokens_equal: int = 0
@@ -97,6 +124,9 @@ class Totals:
     first_logit_failure: tuple[int, int] | None = None
     logits: str = "full"
     prompt_logits: str | None = None
+    rounds_judged: int = 0
+    rounds_equal: int = 0
+    first_round_difference: tuple[int, int] | None = None
     verdicts: dict[str, int] = field(default_factory=dict)
 
 
@@ -116,8 +146,9 @@ class Side:
 class Report:
     """The judgement. `mode` is the run's decoding mode; `reference` the golden's arithmetic that was compared with
     (None: none); `tolerance` the effective bounds (None: there were none to be had); `reason` the one line that made
-    it INVALID or INCONCLUSIVE; `unverified` what no side could prove ("weights", "rope"); `findings` all of them, the
-    sequences' included, the ones that made the verdict first."""
+    it INVALID or INCONCLUSIVE; `rounds` "compared", "not-compared", or None where there are none; `unverified` what no
+    side could prove ("weights", "rope"); `findings` all of them, the sequences' included, the ones that made the
+    verdict first."""
 
     verdict: Verdict
     exit_code: Exit

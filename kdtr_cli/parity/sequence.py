@@ -1,4 +1,4 @@
-"""The judgement of one sequence: its tokens, its logits, and what they amount to.
+"""The judgement of one sequence: its tokens, its logits, its rounds, and what they amount to.
 
 Tokens are compared by id and place, lengths and finish reasons included. Logits are comparable as long as both sides
 saw the same tokens before: up to and with the first differing step in a free run, everywhere in a teacher-forced one.
@@ -10,11 +10,13 @@ import numpy as np
 
 from kdtr_cli.parity.detail import describe_step, is_tie
 from kdtr_cli.parity.evidence import EvidenceSequence, Logits
+from kdtr_cli.parity.findings import SequenceFindings
+from kdtr_cli.parity.judge_rounds import RoundTerms, judge_rounds
 from kdtr_cli.parity.logits import compare_logits, missing_logits
 from kdtr_cli.parity.results import SequenceResult, StepDetail
 from kdtr_cli.parity.tally import LogitsResult, Place
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
-from kdtr_cli.parity.verdicts import Finding, Level, Verdict, combine
+from kdtr_cli.parity.verdicts import Level, Verdict, combine
 
 __all__ = ["BIT_REFERENCE", "RUN_LOGITS", "Terms", "judge_sequence"]
 
@@ -28,13 +30,14 @@ BIT_REFERENCE = "exact"
 @dataclass(frozen=True)
 class Terms:
     """What holds for all sequences of a judgement. `sampled`: the temperature is above 0, so a token need not be the
-    argmax and no tie can explain another one."""
+    argmax and no tie can explain another one. `rounds`: both sides drafted alike, so their rounds are compared."""
 
     options: JudgeOptions
     tolerance: Tolerance
     reference: str | None
     teacher_forced: bool
     sampled: bool
+    rounds: bool = False
 
 
 def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence | None, terms: Terms) -> SequenceResult:
@@ -44,8 +47,9 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
     r = None if run is None else np.asarray(run.tokens)[:limit]
     g_logits = golden.logits.get(terms.reference or "")
     r_logits = None if run is None else run.logits.get(RUN_LOGITS)
-    findings = _Findings(golden.id)
+    findings = SequenceFindings(golden.id)
     divergence, logits, prompt_logits, equal = None, missing_logits(len(g)), None, 0
+    first_difference, whole = None, False
     if r is None:
         if len(g):
             divergence = describe_step(g_logits, None, 0, int(g[0]), None)
@@ -59,19 +63,26 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
         if g_logits is not None and r_logits is not None:
             logits = compare_logits(g_logits, r_logits, comparable, len(g), terms.tolerance)
         prompt_logits = _compare_prompt(golden, run, terms)
+        whole = _whole(g, golden) and _whole(r, run) and len(g) == len(r)
         if len(parted) or len(g) != len(r):
+            first_difference = first
             divergence = _detail(golden, g_logits, r_logits, first, g, r, terms)
         _judge_tokens(findings, g, r, parted, divergence, (g_logits, r_logits), logits, terms)
-        if _whole(g, golden) and _whole(r, run) and len(g) == len(r) and (len(g) == 0 or g[-1] == r[-1]):
+        if whole and (len(g) == 0 or g[-1] == r[-1]):
             _judge_finish(findings, golden, run)
         _judge_logits(findings, logits, terms, "logits", bool(len(parted)))
         if prompt_logits is not None:
             _judge_logits(findings, prompt_logits, terms, "prompt_logits", False)
         if len(g) == 0 and len(r) == 0:
             findings.add("sequence.empty", "there is no token to compare", Verdict.INCONCLUSIVE)
+    strict = terms.tolerance.is_zero
+    rounds = judge_rounds(findings, golden, run, RoundTerms(terms.rounds, strict, limit, first_difference, whole))
     # float64 logits can't have the bits of an engine: where they chose the tokens, IDENTICAL is not to be had
     every_bit = (
-        terms.reference == BIT_REFERENCE and logits.all_bits and (prompt_logits is None or prompt_logits.all_bits)
+        terms.reference == BIT_REFERENCE
+        and logits.all_bits
+        and (prompt_logits is None or prompt_logits.all_bits)
+        and (rounds is None or not rounds.compared or rounds.all_bits)
     )
     verdict = combine([*findings.verdicts, Verdict.IDENTICAL if every_bit else Verdict.PASS])
     return SequenceResult(
@@ -89,26 +100,9 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
         divergence=divergence,
         logits=logits,
         prompt_logits=prompt_logits,
+        rounds=rounds,
         findings=tuple(findings.items),
     )
-
-
-class _Findings:
-    """The findings of one sequence."""
-
-    def __init__(self, id: str) -> None:
-        self.id = id
-        self.items: list[Finding] = []
-
-    @property
-    def verdicts(self) -> list[Verdict]:
-        return [f.verdict for f in self.items if f.verdict is not None]
-
-    def add(
-        self, code: str, message: str, verdict: Verdict | None, level: Level | None = None, **place: object
-    ) -> None:
-        level = level or (Level.ERROR if verdict is not None else Level.NOTE)
-        self.items.append(Finding(level, code, f"sequence {self.id!r}: {message}", verdict, self.id, **place))
 
 
 def _whole(judged: np.ndarray, sequence: EvidenceSequence) -> bool:
@@ -146,7 +140,7 @@ def _detail(
 
 
 def _judge_tokens(
-    findings: _Findings,
+    findings: SequenceFindings,
     g: np.ndarray,
     r: np.ndarray,
     parted: np.ndarray,
@@ -191,14 +185,14 @@ def _judge_tokens(
     findings.add("tokens.diverged", message, Verdict.DIVERGED, **place)
 
 
-def _judge_finish(findings: _Findings, golden: EvidenceSequence, run: EvidenceSequence) -> None:
+def _judge_finish(findings: SequenceFindings, golden: EvidenceSequence, run: EvidenceSequence) -> None:
     g, r = golden.finish_reason, run.finish_reason
     if g != r:
         message = f"the golden ended by {g!r}, the run by {r!r}"
         findings.add("finish_reason", message, Verdict.DIVERGED, golden=g, run=r)
 
 
-def _judge_logits(findings: _Findings, result: LogitsResult, terms: Terms, what: str, parted: bool) -> None:
+def _judge_logits(findings: SequenceFindings, result: LogitsResult, terms: Terms, what: str, parted: bool) -> None:
     """What the logits add: `what` is "logits" (rows are steps) or "prompt_logits" (rows are positions)."""
     name = "logits" if what == "logits" else "prompt logits"
     row = "step" if what == "logits" else "position"
@@ -247,7 +241,7 @@ def _out_of(result: LogitsResult, place: Place, name: str, row: str) -> str:
     return f"{where}: golden {place.golden:.9g}, run {place.run:.9g}"
 
 
-def _judge_completeness(findings: _Findings, result: LogitsResult, terms: Terms, what: str, name: str) -> None:
+def _judge_completeness(findings: SequenceFindings, result: LogitsResult, terms: Terms, what: str, name: str) -> None:
     """Was enough compared? `result` is not equal bit for bit."""
     partial = result.form != "full"
     if result.rows_unmeasured:

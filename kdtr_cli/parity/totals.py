@@ -18,6 +18,7 @@ def sum_up(results: Sequence[SequenceResult], golden: Sequence[EvidenceSequence]
     parted = next((r for r in results if r.divergence is not None), None)
     missing = len(results) - len(met)
     fault = next(((r.index, p.row) for r in met if (p := r.logits.first_fault) is not None), None)
+    rounds = [(r.index, r.rounds) for r in results if r.rounds is not None and r.rounds.compared]
     prompts = [r.prompt_logits for r in met if r.prompt_logits is not None]
     return Totals(
         tokens_equal=sum(r.tokens_equal for r in results),
@@ -43,6 +44,11 @@ def sum_up(results: Sequence[SequenceResult], golden: Sequence[EvidenceSequence]
         first_logit_failure=fault,
         logits=_poorest(r.logits for r in met if r.logits.rows_total),
         prompt_logits=_poorest(prompts) if prompts else None,
+        rounds_judged=sum(one.judged for _, one in rounds),
+        rounds_equal=sum(one.equal for _, one in rounds),
+        first_round_difference=next(
+            ((i, d.round) for i, one in rounds if (d := one.first_difference) is not None), None
+        ),
         verdicts={v.value: n for v in Verdict if (n := sum(r.verdict is v for r in results))},
     )
 

@@ -7,7 +7,7 @@ of rounding is about 1e-13 of a logit, far below anything that a gate looks at.
 import numpy as np
 
 from kdtr_cli.reference.arith import argmax, order
-from kdtr_cli.reference.attention import rotate
+from kdtr_cli.reference.attention import Branches, rotate
 
 __all__ = ["argmax", "attend", "linear", "log_softmax", "order", "pack", "rms_norm", "sigmoid", "softmax", "swiglu"]
 __all__ += ["cast", "rotate", "total"]
@@ -61,8 +61,21 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - m - np.log(np.exp(x - m).sum(-1, keepdims=True))
 
 
-def attend(query: np.ndarray, keys: np.ndarray, visible: np.ndarray, scale: float, latent: int) -> np.ndarray:
+def attend(
+    query: np.ndarray,
+    keys: np.ndarray,
+    visible: np.ndarray,
+    scale: float,
+    latent: int,
+    branches: Branches | None = None,
+) -> np.ndarray:
     """Absorbed attention of query [M, H, D] over keys [S, D]; row m sees keys 0..visible[m]-1 -> [M, H, latent]."""
+    if branches is not None:
+        shared = np.broadcast_to(np.arange(branches.start), (len(query), branches.start))
+        each = keys[np.concatenate([shared, branches.rows], 1)]
+        return np.concatenate(
+            [attend(query[i : i + 1], each[i], visible[i : i + 1], scale, latent) for i in range(len(query))]
+        )
     scores = np.einsum("mhd,sd->mhs", query, keys, optimize=True) * scale
     scores = np.where((np.arange(keys.shape[0]) < visible[:, None])[:, None], scores, -np.inf)
     return softmax(scores) @ keys[:, :latent]

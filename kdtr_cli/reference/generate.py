@@ -1,18 +1,20 @@
 """Autoregressive decoding with the NumPy model: the tokens and logits of a golden."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt
 from kdtr_cli.reference.sampling import choose
-from kdtr_cli.reference.transformer import Cache, Model, Rows
+from kdtr_cli.reference.transformer import Cache, Model, Observe, Rows
 
-__all__ = ["generate", "score"]
+__all__ = ["FiniteCheck", "generate", "prefill", "score"]
 
 _PREFILL_ROWS = 256  # rows of one forward pass: bounds memory, changes no bit
 
 
-class _FiniteCheck:
+class FiniteCheck:
     """Observer that stops at the first tensor with a NaN or an infinity and says which sequence it belongs to."""
 
     def __init__(self, prompts: list[Prompt]) -> None:
@@ -31,15 +33,21 @@ class _FiniteCheck:
 
 
 def _feed(
-    model: Model, cache: Cache, check: _FiniteCheck, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray
+    model: Model,
+    cache: Cache,
+    check: FiniteCheck,
+    tokens: np.ndarray,
+    slots: np.ndarray,
+    positions: np.ndarray,
+    observe: Observe | None = None,
 ) -> np.ndarray:
     rows = Rows(tokens.astype(np.int32), slots.astype(np.int32), positions.astype(np.int32))
     check.rows = rows
-    return model.forward(rows, cache, check)
+    return model.forward(rows, cache, observe or check)
 
 
 def _logits(
-    model: Model, check: _FiniteCheck, hidden: np.ndarray, slots: np.ndarray, positions: np.ndarray
+    model: Model, check: FiniteCheck, hidden: np.ndarray, slots: np.ndarray, positions: np.ndarray
 ) -> np.ndarray:
     check.rows = Rows(slots, slots, positions)
     logits = model.logits(hidden)
@@ -47,14 +55,27 @@ def _logits(
     return logits
 
 
-def _prefill(model: Model, cache: Cache, check: _FiniteCheck, slot: int, ids: np.ndarray, keep_all: bool) -> np.ndarray:
-    """Feed a prompt; the logits of its last position [1, V], or of all [P, V]."""
+def prefill(
+    model: Model,
+    cache: Cache,
+    check: FiniteCheck,
+    slot: int,
+    ids: np.ndarray,
+    keep_all: bool,
+    observe: Observe | None = None,
+    fed: Callable[[np.ndarray], None] = lambda ids: None,
+) -> np.ndarray:
+    """Feed a prompt; the logits of its last position [1, V], or of all [P, V].
+
+    ``observe`` watches instead of the check (which it has to call); ``fed`` gets the ids of each part after it was fed.
+    """
     logits = []
     for first in range(0, len(ids), _PREFILL_ROWS):
         part = ids[first : first + _PREFILL_ROWS]
         positions = np.arange(first, first + len(part))
         slots = np.full(len(part), slot)
-        hidden = _feed(model, cache, check, part, slots, positions)
+        hidden = _feed(model, cache, check, part, slots, positions, observe)
+        fed(part)
         if keep_all:
             logits.append(_logits(model, check, hidden, slots, positions))
         elif first + len(part) == len(ids):
@@ -63,16 +84,23 @@ def _prefill(model: Model, cache: Cache, check: _FiniteCheck, slot: int, ids: np
 
 
 def generate(
-    model: Model, prompts: list[Prompt], decoding: Decoding, keep_prompt_logits: bool = False
+    model: Model,
+    prompts: list[Prompt],
+    decoding: Decoding,
+    keep_prompt_logits: bool = False,
+    cache: Cache | None = None,
 ) -> list[Generated]:
     """Decode all prompts together; a sequence's bits do not depend on the others.
+
+    ``cache``: an empty one of P + steps - 1 rows a prompt, for who wants to look at it afterwards.
 
     The prompts and lengths must have been checked by ``check_prompts``; the model must hold rotary tables for them.
     InputError, naming the tensor, when the model's own arithmetic overflows.
     """
     count = len(prompts)
-    cache = model.cache([len(p.ids) + decoding.steps - 1 for p in prompts])
-    check = _FiniteCheck(prompts)
+    if cache is None:
+        cache = model.cache([len(p.ids) + decoding.steps - 1 for p in prompts])
+    check = FiniteCheck(prompts)
     vocab = model.config.vocab_size
     dtype = model.ops.cast(0).dtype
     logits = [np.empty((decoding.steps, vocab), dtype) for _ in prompts]
@@ -83,7 +111,7 @@ def generate(
     prompt_logits: list[np.ndarray | None] = [None] * count
     active = np.arange(count)
     for slot, prompt in enumerate(prompts):
-        rows = _prefill(model, cache, check, slot, prompt.ids, keep_prompt_logits)
+        rows = prefill(model, cache, check, slot, prompt.ids, keep_prompt_logits)
         logits[slot][0] = rows[-1]
         prompt_logits[slot] = rows if keep_prompt_logits else None
     stopped = np.zeros(count, bool)
@@ -114,6 +142,6 @@ def generate(
 
 
 def score(model: Model, prompt: Prompt, tokens: np.ndarray) -> np.ndarray:
-    """Logits [P + T - 1, V] of a model along given tokens int32 [T]; row i predicts element i + 1 of prompt + tokens."""
+    """Logits [P + T - 1, V] along given tokens int32 [T]; row i predicts element i + 1 of prompt + tokens."""
     ids = np.concatenate([prompt.ids, tokens[:-1]]).astype(np.int32)
-    return _prefill(model, model.cache([len(ids)]), _FiniteCheck([prompt]), 0, ids, keep_all=True)
+    return prefill(model, model.cache([len(ids)]), FiniteCheck([prompt]), 0, ids, keep_all=True)

@@ -5,7 +5,7 @@ A forward pass takes rows: any tokens of any sequences at any positions, so that
 decoding are the same call. The bits of a row depend on its own sequence alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import ModuleType
@@ -17,6 +17,7 @@ from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.rope import rope_table, rope_table64
 from kdtr_cli.model.weights import Weights
+from kdtr_cli.reference.attention import Branches
 
 __all__ = ["Cache", "Model", "Observe", "Rows", "route"]
 
@@ -33,17 +34,38 @@ class Rows:
     """Tokens to feed: ids, their sequences and their positions, int32 [M] each.
 
     Rows of one sequence stand together, in ascending and consecutive positions, right after what its cache holds.
+    Rows of a draft tree (rule 19) may have any positions and also say: ``places`` int32 [M], the cache row that each
+    is written to (else its position); ``paths``, for each row the cache rows of the last positions that it sees, its
+    own the last, or None where every position lies in its own row. Before them position p lies in row p.
     """
 
     tokens: np.ndarray
     slots: np.ndarray
     positions: np.ndarray
+    places: np.ndarray | None = None
+    paths: Sequence[np.ndarray | None] | None = None
 
     def runs(self) -> Iterator[tuple[int, slice]]:
         """(slot, rows) of each run of rows that belong to one sequence."""
         edges = [0, *(np.flatnonzero(np.diff(self.slots)) + 1).tolist(), len(self.slots)]
         for first, last in pairwise(edges):
             yield int(self.slots[first]), slice(first, last)
+
+    def branches(self, run: slice) -> Branches | None:
+        """Where the rows of one run find their keys, None when every position lies in its own row."""
+        paths = [] if self.paths is None else list(self.paths[run])
+        if all(path is None for path in paths):
+            return None
+        last = self.positions[run]
+        own = [at if path is None else at + 1 - len(path) for path, at in zip(paths, last, strict=True)]
+        start = min(own)
+        rows = np.empty((len(own), last.max() + 1 - start), np.int64)
+        for m, (path, first) in enumerate(zip(paths, own, strict=True)):
+            rows[m] = start if path is None else path[0]  # past the end: a row that is written, and not seen
+            rows[m, : last[m] + 1 - start] = np.arange(start, last[m] + 1)
+            if path is not None:
+                rows[m, first - start : last[m] + 1 - start] = path
+        return Branches(int(start), rows)
 
 
 class Cache:
@@ -101,7 +123,7 @@ class Model:
     def __init__(
         self, config: ModelConfig, weights: Weights, choices: Choices, positions: int, ops: ModuleType
     ) -> None:
-        self.config, self.weights, self.ops = config, weights, ops
+        self.config, self.weights, self.ops, self.positions = config, weights, ops, positions
         self.latent_eps = choices.latent_eps(config.rms_norm_eps)
         if choices.rope_angles == "f64" and ops.cast(0).dtype == np.float64:
             tables = rope_table64(config, positions)
@@ -170,13 +192,14 @@ class Model:
             query[:, h, : c.kv_lora_rank] = ops.linear(q[:, h, :nope], w_uk)
         query[..., c.kv_lora_rank :] = ops.rotate(q[..., nope:], cos[:, None], sin[:, None], c.rope_interleave)
         out = np.empty((m, heads, c.kv_lora_rank), x.dtype)
+        places = rows.positions if rows.places is None else rows.places
         for slot, run in rows.runs():
-            position = rows.positions[run]
-            keys = cached[slot]
-            keys[position[0] : position[-1] + 1, : c.kv_lora_rank] = kv_latent[run]
-            keys[position[0] : position[-1] + 1, c.kv_lora_rank :] = k_rope[run]
-            seen = keys[: position[-1] + 1]
-            out[run] = ops.attend(query[run], seen, position + 1, c.softmax_scale(), c.kv_lora_rank)
+            position, keys = rows.positions[run], cached[slot]
+            keys[places[run], : c.kv_lora_rank] = kv_latent[run]
+            keys[places[run], c.kv_lora_rank :] = k_rope[run]
+            branches = rows.branches(run)
+            seen = keys if branches else keys[: position[-1] + 1]
+            out[run] = ops.attend(query[run], seen, position + 1, c.softmax_scale(), c.kv_lora_rank, branches)
         values = [ops.linear(out[:, h], w_uv) for h, (_, w_uv) in enumerate(per_head)]
         y = self._linear(np.concatenate(values, -1), f"{name}o_proj")
         observe(f"{name}attn_out", y)
@@ -210,7 +233,7 @@ class Model:
 
     def _forward(self, rows: Rows, cache: Cache, observe: Observe) -> np.ndarray:
         c = self.config
-        h = self._vector("model.embed_tokens.weight")[rows.tokens]
+        h = self.embed(rows.tokens)
         observe("embed", h)
         for i in range(c.num_hidden_layers):
             name = f"model.layers.{i}"
@@ -223,6 +246,10 @@ class Model:
         h = self._norm(h, "model.norm", c.rms_norm_eps)
         observe("final_norm", h)
         return h
+
+    def embed(self, tokens: np.ndarray) -> np.ndarray:
+        """Rows [M, hidden] of the embedding."""
+        return self._vector("model.embed_tokens.weight")[tokens]
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """lm_head of final hidden states [M, hidden] -> [M, vocab]."""

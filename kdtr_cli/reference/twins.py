@@ -11,6 +11,7 @@ from kdtr_cli.reference.arith import sum128
 from kdtr_cli.reference.attention import CHUNK, rotate
 from kdtr_cli.reference.sampling import gumbel
 from kdtr_cli.reference.transformer import route
+from kdtr_cli.reference.twins_ddtree import DDTREE_TWINS
 
 __all__ = ["TWINS"]
 
@@ -61,29 +62,51 @@ def kv_append(kv, weight, positions, slots, places, cos, sin, cache, latent, hal
     cache[slots, places] = np.concatenate([normed, rotated], -1)
 
 
-def mla_scores(query, cache, positions, slots, scores, peaks, heads, scale, **_):
+def _key_rows(row, position, tree_starts, paths):
+    """Cache rows of the keys at positions 0..position that a row sees (rules 11 and 19)."""
+    at = np.arange(position + 1)
+    if tree_starts is not None:
+        start = tree_starts[row]
+        at[start:] = paths[row, : position + 1 - start]
+    return at
+
+
+def _kv_heads(heads, kv_heads, n, key_head):
+    """(query heads, columns) of each kv head."""
+    group = heads // kv_heads
+    for g in range(kv_heads):
+        yield slice(g * group, (g + 1) * group), slice(g * key_head, g * key_head + n)
+
+
+def attn_scores(
+    query, cache, positions, slots, tree_starts, paths, scores, peaks, heads, kv_heads, width, key_head, scale, **_
+):
     for row, position in enumerate(positions):
-        keys = cache[slots[row], : position + 1]
-        scores[row, :, : position + 1] = arith.linear(query[row], keys) * f32(scale)
+        keys = cache[slots[row], _key_rows(row, position, tree_starts, paths)]
+        for group, columns in _kv_heads(heads, kv_heads, width, key_head):
+            scores[row, group, : position + 1] = arith.linear(query[row, group], keys[:, columns]) * f32(scale)
         for i in range(position // SEGMENT + 1):
             peaks[row, :, i] = arith.maximum(scores[row, :, i * SEGMENT : min((i + 1) * SEGMENT, position + 1)])
 
 
-def mla_chunks(scores, peaks, cache, positions, slots, sums, vectors, latent, **_):
+def attn_chunks(
+    scores, peaks, cache, positions, slots, tree_starts, paths, sums, vectors, heads, kv_heads, n, key_head, **_
+):
     for row, position in enumerate(positions):
-        count = position // CHUNK + 1
         peak = arith.maximum(peaks[row, :, : position // SEGMENT + 1])
-        for c in range(count):
+        values = cache[slots[row], _key_rows(row, position, tree_starts, paths)]
+        for c in range(position // CHUNK + 1):
             seen = slice(c * CHUNK, min((c + 1) * CHUNK, position + 1))
             p = arith.exp(scores[row, :, seen] - peak[:, None])
             sums[row, :, c] = sum128(p)
-            vector = np.zeros((len(p), latent), f32)
-            for i, key in enumerate(cache[slots[row], seen, :latent]):
-                vector = vector + p[:, i, None] * key
-            vectors[row, :, c] = vector
+            for group, columns in _kv_heads(heads, kv_heads, n, key_head):
+                vector = np.zeros((heads // kv_heads, n), f32)
+                for i, value in enumerate(values[seen, columns]):
+                    vector = vector + p[group, i, None] * value
+                vectors[row, group, c] = vector
 
 
-def mla_combine(sums, vectors, positions, o, heads, **_):
+def attn_combine(sums, vectors, positions, o, heads, **_):
     for row, position in enumerate(positions):
         total, vector = np.zeros(heads, f32), np.zeros(o.shape[1:], f32)
         for c in range(position // CHUNK + 1):
@@ -169,9 +192,9 @@ TWINS = {
         expert_matmul,
         rope_query,
         kv_append,
-        mla_scores,
-        mla_chunks,
-        mla_combine,
+        attn_scores,
+        attn_chunks,
+        attn_combine,
         swiglu,
         router,
         group_experts,
@@ -180,4 +203,4 @@ TWINS = {
         sample_final,
         nonfinite,
     )
-}
+} | DDTREE_TWINS

@@ -46,7 +46,10 @@ def _further(report: Report) -> list[tuple[str, object]]:
     if report.teacher_forced:
         pairs.append(("teacher_forced", "yes"))
     if report.rounds is not None:
-        pairs.append(("rounds", report.rounds))
+        compared = report.rounds == "compared"
+        pairs.append(("rounds", f"{t.rounds_equal}/{t.rounds_judged}" if compared else report.rounds))
+    if t.first_round_difference is not None:
+        pairs.append(("first_round_difference", f"{t.first_round_difference[0]}:{t.first_round_difference[1]}"))
     pairs += [(what, "unverified") for what in report.unverified]
     if report.options.steps is not None:
         pairs.append(("steps", f"{t.steps}/{t.steps_available}"))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kdtr_cli.parity.results import Report, SequenceResult, Side, StepDetail
+from kdtr_cli.parity.results import Report, RoundsResult, SequenceResult, Side, StepDetail
 from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import Tolerance
 from kdtr_cli.parity.verdicts import Verdict
@@ -108,6 +108,8 @@ def _sequence(result: SequenceResult, teacher_forced: bool, width: int) -> Itera
     yield f"  logits {_logits(result.logits)}"
     if result.prompt_logits is not None:
         yield f"  prompt logits {_logits(result.prompt_logits)}"
+    if result.rounds is not None:
+        yield f"  rounds {_rounds(result.rounds)}"
     yield from _tokens(result.golden_tokens, result.run_tokens, teacher_forced, width)
     if result.divergence is not None:
         yield from _divergence(result.divergence)
@@ -132,6 +134,25 @@ def _logits(r: LogitsResult) -> str:
     if r.rows_out:
         text += f"; {r.values_out} values in {r.rows_out} rows out of tolerance"
     return text
+
+
+def _rounds(r: RoundsResult) -> str:
+    sides = (("golden", r.golden_rounds, r.golden_tau), ("run", r.run_rounds, r.run_tau))
+    if not r.compared or r.golden_rounds is None or r.run_rounds is None:
+        held = ", ".join(f"{name} {_held(rounds, mean)}" for name, rounds, mean in sides)
+        return f"not compared: {held}"
+    text = f"{r.equal} of {r.judged} equal; tau " + ", ".join(f"{name} {_tau(mean)}" for name, _, mean in sides)
+    if r.first_difference is not None:
+        text += f"; first difference in {safe(r.first_difference.where)}"
+    return text
+
+
+def _held(rounds: int | None, mean: float | None) -> str:
+    return "none to read" if rounds is None else f"{rounds} rounds (tau {_tau(mean)})"
+
+
+def _tau(mean: float | None) -> str:
+    return "-" if mean is None else f"{mean:.2f}"
 
 
 def _tokens(golden: np.ndarray, run: np.ndarray, mark_all: bool, width: int) -> Iterator[str]:

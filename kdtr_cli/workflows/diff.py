@@ -13,11 +13,12 @@ import numpy as np
 from kdtr_cli.bundle.reader import Bundle, BundleSequence, open_bundle
 from kdtr_cli.bundle.schema import ARITHMETICS
 from kdtr_cli.errors import DeviceError, InputError
-from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits
+from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits, Rounds
 from kdtr_cli.parity.judge import invalid, judge
 from kdtr_cli.parity.results import Report
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict
+from kdtr_cli.workflows.diff_rounds import drafts_kept, has_rounds, read_rounds
 
 __all__ = ["bundle_evidence", "check_report_target", "diff", "write_report"]
 
@@ -50,7 +51,7 @@ def diff(golden: str | Path, run: str | Path, options: JudgeOptions | None = Non
 
 
 def bundle_evidence(bundle: Bundle) -> Evidence:
-    """The evidence that an open bundle holds. Tokens are read at once, logits when they are asked for."""
+    """The evidence that an open bundle holds. Tokens are read at once, logits and rounds when they are asked for."""
     sequences = _reading(lambda: tuple(_sequence(bundle, s) for s in bundle.sequences))
     return Evidence(
         kind=bundle.kind,
@@ -59,6 +60,7 @@ def bundle_evidence(bundle: Bundle) -> Evidence:
         name=str(bundle.path),
         manifest_sha256=bundle.manifest_sha256,
         vocab_size=bundle.vocab,
+        drafts_kept=drafts_kept(bundle),
     )
 
 
@@ -92,6 +94,7 @@ def _sequence(bundle: Bundle, sequence: BundleSequence) -> EvidenceSequence:
         logits=groups["logits"],
         prompt_logits=groups["prompt_logits"],
         ties=tuple(sequence.array("ties").tolist()) if "ties" in names else (),
+        rounds=partial(_rounds, bundle, sequence) if has_rounds(sequence) else None,
     )
 
 
@@ -113,6 +116,10 @@ def _logits(sequence: BundleSequence, base: str, names: set[str], dtype: np.dtyp
         row_sha256=rows(digests),
         dataset_sha256=partial(_verified_digest, sequence, base) if base in names else None,
     )
+
+
+def _rounds(bundle: Bundle, sequence: BundleSequence) -> Rounds:
+    return _reading(lambda: read_rounds(bundle, sequence))
 
 
 def _rows(sequence: BundleSequence, path: str, lo: int, hi: int) -> np.ndarray:

@@ -8,6 +8,8 @@ import numpy as np
 
 from kdtr_cli.bundle.schema import SequenceData
 from kdtr_cli.bundle.writer import BundleWriter, check_target
+from kdtr_cli.ddtree.rounds import DraftSettings, Round
+from kdtr_cli.errors import InputError
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt, check_prompts
 from kdtr_cli.model.source import Model, open_model
@@ -15,6 +17,8 @@ from kdtr_cli.reference import exact, float64
 from kdtr_cli.reference.generate import generate, score
 from kdtr_cli.reference.sampling import choose
 from kdtr_cli.reference.transformer import Model as NumpyModel
+from kdtr_cli.workflows.drafting import drafting_manifest
+from kdtr_cli.workflows.golden_rounds import DraftOptions, draft_group, open_drafting
 from kdtr_cli.workflows.manifest import check_weights, common_manifest, logits_arrays, parse_logits
 from kdtr_cli.workflows.prompts import PromptOptions, collect_prompts
 
@@ -42,11 +46,15 @@ class GoldenOptions:
     choices: Choices = field(default_factory=Choices)
     embed_weights: bool | None = None
     force: bool = False
+    drafting: DraftOptions | None = None
 
 
 @dataclass(frozen=True)
 class GoldenSummary:
-    """What was made: the sequences as stored, the largest |exact - float64| of a logit, and the places of ties."""
+    """What was made: the sequences as stored, the largest |exact - float64| of a logit, and the places of ties.
+
+    rounds: those of all sequences, and settings how they were drafted; None in plain decoding.
+    """
 
     path: Path
     model: Model
@@ -54,13 +62,21 @@ class GoldenSummary:
     max_difference: float | None
     ties: int
     embedded: bool
+    settings: DraftSettings | None = None
+    rounds: list[Round] | None = None
 
 
 def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, total: None) -> GoldenSummary:
-    """Make a golden bundle. InputError for anything wrong with the input, before the output is touched."""
+    """Make a golden bundle. InputError for anything wrong with the input, before the output is touched.
+
+    DeviceError when the rounds of a drafted golden break an invariant, 'output = AR output' among them.
+    """
     check_target(options.output, options.force)
+    if options.drafting is not None and not options.exact:
+        raise InputError("--no-exact: rounds are made in the exact arithmetic alone; leave one of the two out")
     model = open_model(options.model)
     config = model.config
+    drafting = open_drafting(options.drafting, config) if options.drafting is not None else None
     prompts = collect_prompts(options.prompts, config, model.folder)
     decoding = Decoding(
         options.steps, config.eos_token_ids, options.ignore_eos, options.temperature, options.prompts.seed
@@ -72,7 +88,10 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
     if embedded is None:
         embedded = sum(model.weights.stored(name).nbytes for name in model.weights.names) < EMBED_LIMIT
     truth = NumpyModel(config, model.weights, options.choices, positions, float64)
-    reference = NumpyModel(config, model.weights, options.choices, positions, exact) if options.exact else truth
+    reference = truth
+    if options.exact:
+        reach = min(positions + drafting.settings.horizon, config.max_position_embeddings) if drafting else positions
+        reference = NumpyModel(config, model.weights, options.choices, reach, exact)
     manifest = common_manifest(
         model,
         options.choices,
@@ -84,7 +103,11 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
         score=options.score,
         embedded=embedded,
     )
+    if drafting is not None:
+        manifest["decoding"]["mode"] = drafting.settings.mode
+        manifest["drafting"] = drafting_manifest(drafting.spec, drafting.settings)
     made: list[tuple[Prompt, Generated]] = []
+    rounds: list[Round] = []
     difference, ties = 0.0, 0
     with BundleWriter(options.output, "golden", options.force) as bundle:
         bundle.add_config(model.config_text)
@@ -93,16 +116,31 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
                 bundle.add_weight(name, model.weights.stored(name))
         for first in range(0, len(prompts), _BATCH):
             group = prompts[first : first + _BATCH]
-            for prompt, result in zip(group, generate(reference, group, decoding, options.score), strict=True):
+            cache = reference.cache([len(prompt.ids) + decoding.steps - 1 for prompt in group])
+            results = generate(reference, group, decoding, options.score, cache)
+            drafted = draft_group(drafting, reference, group, decoding, results, cache) if drafting else None
+            for index, (prompt, result) in enumerate(zip(group, results, strict=True)):
                 arrays, apart, parted = _arrays(truth, options, decoding, form, prompt, result)
                 difference, ties = max(difference, apart), ties + parted
+                if drafted is not None:
+                    arrays |= drafted[index].arrays
+                    rounds += drafted[index].rounds
                 bundle.add_sequence(
                     SequenceData(prompt.id, prompt.stream, prompt.ids, result.tokens, result.finish_reason, arrays)
                 )
                 made.append((prompt, result))
                 progress("golden", len(made), len(prompts))
         bundle.finish(manifest)
-    return GoldenSummary(options.output, model, made, difference if options.exact else None, ties, embedded)
+    return GoldenSummary(
+        options.output,
+        model,
+        made,
+        difference if options.exact else None,
+        ties,
+        embedded,
+        drafting.settings if drafting else None,
+        rounds if drafting else None,
+    )
 
 
 def _arrays(

@@ -10,6 +10,7 @@ import numpy as np
 from kdtr_cli.bundle.reader import Bundle, BundleSequence, open_bundle
 from kdtr_cli.bundle.schema import SCHEMA
 from kdtr_cli.errors import InputError
+from kdtr_cli.workflows.rounds import describe_round, describe_rounds
 
 __all__ = ["CONFIG_FIELDS", "describe", "find_sequence", "largest"]
 
@@ -44,16 +45,30 @@ CONFIG_FIELDS = (
 _TOP = 5
 
 
-def describe(path: str | Path, sequence_id: str | None = None) -> dict[str, Any]:
+def describe(
+    path: str | Path,
+    sequence_id: str | None = None,
+    round_number: int | None = None,
+    tokenizer: Path | None = None,
+) -> dict[str, Any]:
     """The document for one bundle; with `sequence_id` also that sequence's tokens and largest logits at each step.
 
     Keys: schema, path, bundle_schema, kind, manifest_sha256, file_bytes, producer, contract_version, model, choices,
-    decoding, arithmetic, tier, logits, score, run (None in a golden), sequences, sequence (None unless asked for).
+    decoding, drafting and rounds (statistics; both None without rounds), arithmetic, tier, logits, score, run (None in
+    a golden), sequences, sequence (None unless asked for), round (None unless asked for: that round of the sequence, by
+    default the first one, instead of its logits; with texts where the folder of a tokenizer is given).
     JSON-ready: non-finite numbers are the strings "nan", "inf" and "-inf". InputError: as `open_bundle`; no such
-    sequence.
+    sequence or round, or rounds that are none.
     """
     with open_bundle(path) as bundle:
         manifest = bundle.manifest
+        chosen = None if sequence_id is None else find_sequence(bundle, sequence_id)
+        shown = None
+        if round_number is not None:
+            if chosen is None and not len(bundle.sequences):
+                raise InputError(f"{bundle.path}: it has no sequence, and so no rounds")
+            shown = describe_round(bundle, chosen or bundle.sequences[0], round_number, tokenizer)
+            chosen = None
         return {
             "schema": "kdtr.inspect/1",
             "path": str(path),
@@ -66,13 +81,16 @@ def describe(path: str | Path, sequence_id: str | None = None) -> dict[str, Any]
             "model": _model(bundle),
             "choices": manifest["choices"],
             "decoding": manifest["decoding"],
+            "drafting": manifest.get("drafting"),
+            "rounds": describe_rounds(bundle),
             "arithmetic": manifest["arithmetic"],
             "tier": manifest["tier"],
             "logits": manifest["logits"],
             "score": manifest.get("score", False),
             "run": manifest.get("run"),
             "sequences": [_row(sequence) for sequence in bundle.sequences],
-            "sequence": None if sequence_id is None else _detail(find_sequence(bundle, sequence_id)),
+            "sequence": None if chosen is None else _detail(chosen),
+            "round": shown,
         }
 
 

@@ -1,6 +1,7 @@
 """What a golden and a run say about themselves: the manifest entries that both share, built in one place."""
 
 import hashlib
+import re
 from typing import Any
 
 import numpy as np
@@ -78,10 +79,10 @@ def parse_logits(text: str, vocab_size: int) -> str:
     """Check ``full``, ``top:K`` or ``digest`` against the vocabulary; returns it in its one spelling."""
     if text in ("full", "digest"):
         return text
-    head, _, count = text.partition(":")
-    if head != "top" or not count.isdecimal() or not 1 <= int(count) <= vocab_size:
+    top = re.fullmatch(r"top:([0-9]{1,9})", text)
+    if top is None or not 1 <= int(top[1]) <= vocab_size:
         raise InputError(f"--logits {text}: full, digest, or top:K with K from 1 to the vocabulary's {vocab_size}")
-    return f"top:{int(count)}"
+    return f"top:{int(top[1])}"
 
 
 def logits_arrays(group: str, arithmetic: str, logits: np.ndarray, form: str) -> dict[str, np.ndarray]:

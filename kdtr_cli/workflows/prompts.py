@@ -1,15 +1,18 @@
 """Where prompts come from: ids or text on the command line, a .jsonl or .txt file, or a seed."""
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kdtr_cli.bundle.schema import MAX_SEQUENCES, check_id
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import ModelConfig
-from kdtr_cli.model.prompts import Prompt
+from kdtr_cli.model.prompts import Prompt, check_prompts
 from kdtr_cli.model.tokenizer import load_tokenizer
 from kdtr_cli.reference.sampling import PURPOSE_PROMPT, uniform_words
 
@@ -31,6 +34,15 @@ class PromptOptions:
     seed: int = 0
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A prompt as it was given: where (for messages), its id if it has one, text or token ids."""
+
+    where: str
+    name: str | None
+    what: str | np.ndarray
+
+
 def random_prompt(index: int, length: int, vocab_size: int, seed: int) -> np.ndarray:
     """Ids int32 [length] from Philox, purpose 1 (rule 15): the high part of word * vocab_size, stream = index."""
     words = uniform_words(length, 0, index, PURPOSE_PROMPT, seed).astype(np.uint64)
@@ -42,33 +54,54 @@ def collect_prompts(options: PromptOptions, config: ModelConfig, folder: Path | 
 
     Text needs the tokenizer of the model's folder. Without any option there is one random prompt of 16 ids.
     """
-    found: list[tuple[str | None, Any]] = [(None, _parse_ids(text, "--prompt-ids")) for text in options.ids]
-    found += [(None, text) for text in options.texts]
+    found = [_Found(f"--prompt-ids {_shortened(text)}", None, _parse_ids(text)) for text in options.ids]
+    found += [_Found(f"--prompt-text {_shortened(text)}", None, text) for text in options.texts]
     if options.file is not None:
         found += _read_file(options.file)
     if options.length is not None and options.count is None:
         raise InputError("--prompt-len needs --num-prompts")
     if options.count is not None or not found:
-        length = _DEFAULT_LENGTH if options.length is None else options.length
-        if length < 1:
-            raise InputError(f"--prompt-len {length}: a prompt needs at least one token")
-        for i in range(1 if options.count is None else options.count):
-            found.append((None, random_prompt(i, length, config.vocab_size, options.seed)))
-    tokenizer = load_tokenizer(folder) if any(isinstance(what, str) for _, what in found) else None
+        found += _random(options, config)
+    tokenizer = load_tokenizer(folder) if any(isinstance(f.what, str) for f in found) else None
     prompts = []
-    for index, (name, what) in enumerate(found):
-        if isinstance(what, str):
-            what = np.array(tokenizer.encode(what), np.int32)
-        prompts.append(Prompt(str(index) if name is None else name, what, index))
+    for index, f in enumerate(found):
+        name = str(index) if f.name is None else f.name
+        try:
+            check_id(name)
+            if isinstance(f.what, str):
+                f.what.encode()
+            ids = np.array(tokenizer.encode(f.what), np.int32) if isinstance(f.what, str) else f.what
+            prompts.append(Prompt(name, ids, index))
+            check_prompts(prompts[-1:], config, 1)
+        except InputError as error:
+            raise InputError(f"{f.where}: {error}") from None
+        except UnicodeEncodeError:
+            raise InputError(f"{f.where}: half a surrogate pair, which no UTF-8 text holds") from None
     return prompts
 
 
-def _parse_ids(text: str, where: str) -> np.ndarray:
+def _random(options: PromptOptions, config: ModelConfig) -> Iterator[_Found]:
+    count = 1 if options.count is None else options.count
+    length = _DEFAULT_LENGTH if options.length is None else options.length
+    if not 1 <= count <= MAX_SEQUENCES:
+        raise InputError(f"--num-prompts {count}: 1 to {MAX_SEQUENCES}")
+    if not 1 <= length <= config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        raise InputError(f"--prompt-len {length}: 1 to {limit}, the positions of this model (max_position_embeddings)")
+    for i in range(count):
+        yield _Found(f"random prompt {i}", None, random_prompt(i, length, config.vocab_size, options.seed))
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")
+
+
+def _parse_ids(text: str) -> np.ndarray:
     words = text.replace(",", " ").split()
-    try:
-        return _ids([int(w) for w in words], where)
-    except ValueError:
-        raise InputError(f'{where} {text!r}: not a list of whole numbers such as "1 2 3"') from None
+    # int() takes more than digits: 1_0 is 10 to it
+    if not all(re.fullmatch(r"[+-]?[0-9]{1,18}", word) for word in words):
+        raise InputError(f'--prompt-ids {_shortened(text)}: not a list of whole numbers such as "1 2 3"')
+    return _ids([int(word) for word in words], "--prompt-ids")
 
 
 def _ids(values: list[int], where: str) -> np.ndarray:
@@ -77,7 +110,7 @@ def _ids(values: list[int], where: str) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def _read_file(path: Path) -> list[tuple[str | None, Any]]:
+def _read_file(path: Path) -> list[_Found]:
     if path.suffix not in (".jsonl", ".txt"):
         raise InputError(f"--prompts {path}: the name must end in .jsonl or .txt")
     try:
@@ -95,15 +128,20 @@ def _read_file(path: Path) -> list[tuple[str | None, Any]]:
         where = f"--prompts {path} line {number}"
         if not line.strip():
             raise InputError(f"{where}: empty; a prompt needs at least one token")
-        found.append((None, line.removesuffix("\r")) if path.suffix == ".txt" else _parse_line(line, where))
+        if path.suffix == ".txt":
+            found.append(_Found(where, None, line.removesuffix("\r")))
+        else:
+            found.append(_parse_line(line, where))
     if not found:
         raise InputError(f"--prompts {path}: no prompts in it")
     return found
 
 
-def _parse_line(line: str, where: str) -> tuple[str | None, Any]:
+def _parse_line(line: str, where: str) -> _Found:
     try:
-        entry = json.loads(line)
+        entry = json.loads(line, object_pairs_hook=_unique)
+    except _TwiceError as error:
+        raise InputError(f"{where}: the key {error.args[0]!r} stands twice") from None
     except (ValueError, RecursionError):
         raise InputError(f"{where}: not JSON") from None
     if not isinstance(entry, dict) or ("ids" in entry) == ("text" in entry) or set(entry) - {"id", "ids", "text"}:
@@ -111,11 +149,26 @@ def _parse_line(line: str, where: str) -> tuple[str | None, Any]:
     name = entry.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise InputError(f"{where}: id must be text or a whole number")
+    name = None if name is None else str(name)
     if "text" in entry:
         if not isinstance(entry["text"], str):
             raise InputError(f"{where}: text must be a string")
-        return None if name is None else str(name), entry["text"]
+        return _Found(where, name, entry["text"])
     ids = entry["ids"]
     if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise InputError(f"{where}: ids must be a list of whole numbers")
-    return None if name is None else str(name), _ids(ids, where)
+    return _Found(where, name, _ids(ids, where))
+
+
+class _TwiceError(Exception):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a line; of two values under one key json would take the second and say nothing."""
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise _TwiceError(key)
+        seen.add(key)
+    return dict(pairs)

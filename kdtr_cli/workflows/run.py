@@ -7,21 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kdtr_cli.bundle.reader import Bundle, open_bundle
+import numpy as np
+
+from kdtr_cli.bundle.reader import Bundle, BundleSequence, open_bundle
 from kdtr_cli.bundle.schema import SequenceData
 from kdtr_cli.bundle.writer import BundleWriter, check_target
+from kdtr_cli.ddtree.rounds import Round, pack_rounds
 from kdtr_cli.engine.compile import source_text
-from kdtr_cli.engine.devices import Device, open_device
-from kdtr_cli.engine.generate import Request, generate
+from kdtr_cli.engine.devices import open_device
+from kdtr_cli.engine.drafters import Sequence
+from kdtr_cli.engine.generate import Request
 from kdtr_cli.engine.kernels import sources
-from kdtr_cli.engine.transformer import Transformer, prefill_rows
-from kdtr_cli.engine.weights import upload_weights
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.config import ModelConfig, parse_config
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt, check_prompts
 from kdtr_cli.model.source import Model, open_model
 from kdtr_cli.model.weights import Weights
+from kdtr_cli.workflows.decode import Decoded, Draft, Job, decode
+from kdtr_cli.workflows.drafting import draft_settings, drafting_manifest, parse_drafter
 from kdtr_cli.workflows.manifest import check_weights, common_manifest, logits_arrays
 
 __all__ = ["RunOptions", "RunSummary", "make_run"]
@@ -45,6 +49,9 @@ class RunOptions:
     prefill: int | None = None
     teacher_force: bool = False
     steps: int | None = None
+    drafter: str | None = None
+    budget: int | None = None
+    block_size: int | None = None
     force: bool = False
 
 
@@ -56,6 +63,7 @@ class RunSummary:
     model: Model
     device: dict[str, str]
     sequences: list[tuple[Prompt, Generated]]
+    rounds: list[list[Round]]
 
 
 def make_run(options: RunOptions, progress: Progress = lambda what, done, total: None) -> RunSummary:
@@ -67,85 +75,114 @@ def make_run(options: RunOptions, progress: Progress = lambda what, done, total:
         if golden.kind != "golden":
             raise InputError(f"{options.golden} is a {golden.kind}, not a golden; make one with 'kdtr golden'")
         model = _open_model(golden, options)
-        manifest = golden.manifest
-        decoding = _decoding(manifest["decoding"], options.steps)
-        choices = _choices(manifest["choices"])
-        prompts = [Prompt(s.id, s.prompt, s.stream) for s in golden.sequences]
-        requests = [
-            Request(p, s.tokens[: decoding.steps] if options.teacher_force else None)
-            for p, s in zip(prompts, golden.sequences, strict=True)
-        ]
-        capacity = check_prompts(prompts, model.config, decoding.steps)
-        check_weights(model.weights)
-        score = bool(manifest.get("score", False))
-        run_manifest = common_manifest(
-            model,
-            choices,
-            decoding,
-            positions=_rope_positions(manifest, model, capacity),
-            teacher_forced=options.teacher_force,
-            arithmetic=["engine"],
-            logits=manifest["logits"],
-            score=score,
-            embedded=False,
-        )
-        batch = min(options.batch or _BATCH, len(prompts))
+        job = _job(golden, model, options)
+        manifest = _manifest(golden, job, options)
         with open_device(options.device) as device:
-            described = device.describe()
-            run_manifest["run"] = {
-                **described,
+            manifest["run"] = {
+                **device.describe(),
                 "kernels_sha256": _kernels_sha256(),
                 "batch": options.batch or _BATCH,
                 "golden_manifest_sha256": golden.manifest_sha256,
             }
-            results = _decode(device, model, choices, requests, decoding, batch, options, capacity, score, progress)
-        _write(options, model, run_manifest, prompts, results)
-    return RunSummary(options.output, model, described, list(zip(prompts, results, strict=True)))
+            results = decode(device, job, lambda done: progress("run", done, len(job.requests)))
+        described = manifest["run"]
+        _write(options, job, manifest, results)
+    prompts = [r.prompt for r in job.requests]
+    pairs = [(prompt, result.generated) for prompt, result in zip(prompts, results, strict=True)]
+    return RunSummary(options.output, model, described, pairs, [r.rounds for r in results])
 
 
-def _decode(
-    device: Device,
-    model: Model,
-    choices: Choices,
-    requests: list[Request],
-    decoding: Decoding,
-    batch: int,
-    options: RunOptions,
-    capacity: int,
-    score: bool,
-    progress: Progress,
-) -> list[Generated]:
-    prefill = options.prefill or prefill_rows(model.config, capacity)
-    transformer = Transformer(
-        device,
-        model.config,
-        upload_weights(device, model.config, model.weights),
-        choices,
-        rows=max(batch, prefill),
-        slots=batch,
-        capacity=capacity,
+def _job(golden: Bundle, model: Model, options: RunOptions) -> Job:
+    decoding = _decoding(golden.manifest["decoding"], options.steps)
+    if options.teacher_force and options.mode != "ar":
+        raise InputError(f"--teacher-force goes with --mode ar: in {options.mode} the engine's choices are the walk")
+    requests = [
+        Request(Prompt(s.id, s.prompt, s.stream), s.tokens[: decoding.steps] if options.teacher_force else None)
+        for s in golden.sequences
+    ]
+    positions = check_prompts([r.prompt for r in requests], model.config, decoding.steps)
+    check_weights(model.weights)
+    return Job(
+        model=model,
+        choices=_choices(golden.manifest["choices"]),
+        requests=requests,
+        decoding=decoding,
+        positions=positions,
+        batch=min(options.batch or _BATCH, len(requests)),
+        prefill=options.prefill,
+        keep_prompt_logits=bool(golden.manifest.get("score", False)),
+        draft=_draft(golden, model, options),
     )
-    results: list[Generated | None] = [None] * len(requests)
-    decoded = generate(transformer, requests, decoding, batch=batch, prefill=prefill, keep_prompt_logits=score)
-    for done, (index, result) in enumerate(decoded, 1):
-        results[index] = result
-        progress("run", done, len(requests))
-    device.synchronize()
-    device.check_guards()
-    return results
 
 
-def _write(
-    options: RunOptions, model: Model, manifest: dict[str, Any], prompts: list[Prompt], results: list[Generated]
-) -> None:
+def _draft(golden: Bundle, model: Model, options: RunOptions) -> Draft | None:
+    """The drafter of a run: as told, else the golden's own; its DFlash marginals are replayed where it stored them."""
+    told = {"--drafter": options.drafter, "--budget": options.budget, "--block-size": options.block_size}
+    if options.mode == "ar":
+        for name, value in told.items():
+            if value is not None:
+                raise InputError(f"{name} goes with --mode ddtree or --mode chain")
+        return None
+    made = golden.manifest.get("drafting") or {}
+    own = made.get("drafter", "ngram")
+    text = options.drafter or ("replay" if own.startswith("dflash:") else own)
+    spec = parse_drafter(text, model.config)
+    budget = options.budget or made.get("budget")
+    block = options.block_size or (None if spec.kind == "dflash" else made.get("block_size"))
+    settings = draft_settings(spec, options.mode, budget, block)
+    sequences = [
+        Sequence(s.prompt, s.stream, s.tokens, **(_stored(golden, s, settings.horizon) if text == "replay" else {}))
+        for s in golden.sequences
+    ]
+    return Draft(settings, spec, sequences)
+
+
+def _stored(golden: Bundle, sequence: BundleSequence, horizon: int) -> dict[str, np.ndarray]:
+    """A golden's marginals at every output position, as far as the horizon."""
+    names = {"top_ids": "drafts/top_ids", "top_logps": "drafts/top_logps", "counts": "drafts/counts"}
+    if names["counts"] not in sequence.array_names():
+        raise InputError(f"{golden.path} holds no marginals to replay; make it with 'kdtr golden --ddtree'")
+    arrays = {name: sequence.array(path) for name, path in names.items()}
+    if arrays["counts"].shape[1] < horizon:
+        own = arrays["counts"].shape[1] + 1
+        raise InputError(f"--block-size {horizon + 1}: the golden's marginals are of blocks of {own}")
+    return {name: np.ascontiguousarray(array[:, :horizon]) for name, array in arrays.items()}
+
+
+def _manifest(golden: Bundle, job: Job, options: RunOptions) -> dict[str, Any]:
+    made = golden.manifest
+    manifest = common_manifest(
+        job.model,
+        job.choices,
+        job.decoding,
+        positions=_rope_positions(made, job.model, job.positions),
+        teacher_forced=options.teacher_force,
+        arithmetic=["engine"],
+        logits=made["logits"],
+        score=job.keep_prompt_logits,
+        embedded=False,
+    )
+    if job.draft is not None:
+        manifest["decoding"]["mode"] = options.mode
+        of = (made.get("drafting") or {}).get("drafter") if job.draft.spec.kind == "replay" else None
+        manifest["drafting"] = drafting_manifest(job.draft.spec, job.draft.settings, of)
+    return manifest
+
+
+def _write(options: RunOptions, job: Job, manifest: dict[str, Any], results: list[Decoded]) -> None:
     with BundleWriter(options.output, "run", options.force) as bundle:
-        bundle.add_config(model.config_text)
-        for prompt, result in zip(prompts, results, strict=True):
-            arrays = logits_arrays("logits", "engine", result.logits, manifest["logits"])
-            if result.prompt_logits is not None:
-                arrays |= logits_arrays("prompt_logits", "engine", result.prompt_logits, manifest["logits"])
+        bundle.add_config(job.model.config_text)
+        for request, result in zip(job.requests, results, strict=True):
+            prompt, made = request.prompt, result.generated
+            arrays = logits_arrays("logits", "engine", made.logits, manifest["logits"])
+            if made.prompt_logits is not None:
+                arrays |= logits_arrays("prompt_logits", "engine", made.prompt_logits, manifest["logits"])
+            if job.draft is not None:
+                settings = job.draft.settings
+                width = settings.width(job.model.config.vocab_size)
+                arrays |= pack_rounds(result.rounds, settings.horizon, width, result.cache_digest)
             bundle.add_sequence(
-                SequenceData(prompt.id, prompt.stream, prompt.ids, result.tokens, result.finish_reason, arrays)
+                SequenceData(prompt.id, prompt.stream, prompt.ids, made.tokens, made.finish_reason, arrays)
             )
         bundle.finish(manifest)
 

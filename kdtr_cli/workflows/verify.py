@@ -1,12 +1,13 @@
-"""Checks a bundle whole: structure, manifest, and the digest of every array (schema kdtr.verify/1)."""
+"""Checks a bundle whole: structure, manifest, the digest of every array, and its rounds (schema kdtr.verify/1)."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kdtr_cli.bundle.reader import open_bundle
+from kdtr_cli.bundle.reader import Bundle, open_bundle
 from kdtr_cli.errors import Exit, InputError
+from kdtr_cli.workflows.rounds import broken_rounds
 
 __all__ = ["Verification", "exit_code", "verify_bundle", "verify_document"]
 
@@ -38,14 +39,16 @@ def verify_bundle(path: str | Path) -> Verification:
     except InputError as error:
         return Verification(str(path), problems=(str(error),))
     problems: list[str] = []
-    total = 0
     with bundle:
         paths = bundle.array_paths()
+        total = 0
         for array in paths:
             try:
                 total += bundle.verify(array)
             except InputError as error:
                 problems.append(str(error))
+        if not problems:
+            problems += _rounds(bundle)
         return Verification(
             str(path),
             bundle.kind,
@@ -55,6 +58,19 @@ def verify_bundle(path: str | Path) -> Verification:
             total,
             tuple(problems),
         )
+
+
+def _rounds(bundle: Bundle) -> list[str]:
+    """What is wrong with rounds whose arrays are whole: one line for each sequence."""
+    problems = []
+    for sequence in bundle.sequences:
+        try:
+            broken = broken_rounds(bundle, sequence)
+        except InputError as error:
+            problems.append(str(error))
+        else:
+            problems += [f"{bundle.path}: sequence {sequence.id!r}: {broken[0]}"] if broken else []
+    return problems
 
 
 def exit_code(results: Sequence[Verification]) -> Exit:

@@ -244,14 +244,25 @@ def bench_step(device, copy: float, context: int) -> None:
     device.free_all()
 
 
+class Recorder(Launcher):
+    """Notes the launches that it is asked for, and makes none."""
+
+    def __init__(self, device) -> None:
+        super().__init__(device)
+        self.calls = []
+
+    def __call__(self, name, **values) -> None:
+        self.calls.append((name, values))
+
+
 def profile(model, rows, context, stream) -> None:
     """Time of each launch of a step by itself, as a graph of eight copies of it."""
-    inner, calls = model.launch, []
-    model.launch = lambda name, **values: calls.append((name, values))
+    inner, recorder = model.launch, Recorder(model.device)
+    model.launch = recorder
     model.forward(rows, context)
     model.launch = inner
     parts = []
-    for name, values in calls:
+    for name, values in recorder.calls:
         graph = model.device.capture(lambda n=name, v=values: [inner(n, **v) for _ in range(8)])
         parts.append((median_us(stream, graph.replay, 8, 15), name, values))
     print("  each launch alone (us, weights from cache where they fit):")

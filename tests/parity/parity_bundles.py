@@ -14,9 +14,9 @@ from kdtr_cli.parity.evidence import logits_of
 def write_bundle(side: Side, path: Path) -> str:
     """Write a side as a bundle; returns its manifest's digest."""
     with BundleWriter(path, side.kind, force=True) as writer:
-        writer.add_config(json.dumps({"vocab_size": side.vocab}))
+        writer.add_config(json.dumps({"vocab_size": side.vocab, "max_position_embeddings": 4096}))
         for s in side.seqs:
-            arrays = {}
+            arrays = dict(s.rounds)
             for group, held in (("logits", s.logits), ("prompt_logits", s.prompt_logits)):
                 for name, values in held.items():
                     arrays |= reduced(f"{group}/{name}", values, s.form)

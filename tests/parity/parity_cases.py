@@ -2,10 +2,11 @@
 
 import copy
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, logits_of
+from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, RoundProblem, Rounds, logits_of
 
 SHA = {name: f"{i:x}" * 64 for i, name in enumerate(("config", "weights", "rope", "golden", "tensor"), start=1)}
 
@@ -13,7 +14,7 @@ SHA = {name: f"{i:x}" * 64 for i, name in enumerate(("config", "weights", "rope"
 @dataclass
 class Seq:
     """A sequence that tests may change in place; `logits` and `prompt_logits` map arithmetic to an array, `form` says
-    in which form each is given to the judge."""
+    in which form each is given to the judge; `rounds` has the arrays of rounds/ by path (empty: none recorded)."""
 
     id: str
     stream: int
@@ -25,6 +26,8 @@ class Seq:
     form: str = "full"
     digest: bool = False
     ties: tuple[int, ...] = ()
+    rounds: dict[str, np.ndarray] = field(default_factory=dict)
+    problems: tuple[RoundProblem, ...] = ()
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Side:
     seqs: list[Seq]
     vocab: int | None = None
     sha256: str | None = None
+    drafts_kept: int | None = None
 
     def evidence(self) -> Evidence:
         return Evidence(
@@ -51,12 +55,14 @@ class Side:
                     {k: logits_of(v, s.form, digest=s.digest) for k, v in s.logits.items()},
                     {k: logits_of(v, s.form, digest=s.digest) for k, v in s.prompt_logits.items()},
                     s.ties,
+                    partial(Rounds, s.rounds, s.problems) if s.rounds else None,
                 )
                 for s in self.seqs
             ),
             name=f"{self.kind}.h5",
             manifest_sha256=self.sha256,
             vocab_size=self.vocab,
+            drafts_kept=self.drafts_kept,
         )
 
     @property

@@ -1,0 +1,73 @@
+"""What a row of the kernel table is: a kernel's arguments, its launch and its cost."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["DTYPES", "Arg", "Dims", "Grid", "Kernel", "args", "up"]
+
+DTYPES = {
+    "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+    "i32": np.dtype(np.int32),
+    "i64": np.dtype(np.int64),
+    "u32": np.dtype(np.uint32),
+    "u64": np.dtype(np.uint64),
+}
+
+Dims = Mapping[str, Any]
+Grid = Callable[[Dims], tuple[int, int, int]]
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One argument, in the order of the C++ signature."""
+
+    name: str
+    dtype: str  #: key of DTYPES
+    shape: tuple[str, ...] | None = None  #: names of dimensions; None for a scalar passed by value
+    role: str = "in"  #: in, out or inout
+    nullable: bool = False
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How to launch a kernel and what it costs."""
+
+    name: str
+    file: str
+    args: tuple[Arg, ...]
+    grid: Grid
+    twin: str
+    block: tuple[int, int, int] = (128, 1, 1)
+    shared: Callable[[Dims], int] = lambda d: 0
+    tier: str = "exact"
+    #: bytes that must move through device memory and floating-point operations, for benchmarks
+    bytes: Callable[[Dims], int] = lambda d: 0
+    flops: Callable[[Dims], int] = lambda d: 0
+
+    def arrays(self) -> tuple[Arg, ...]:
+        """The array arguments."""
+        return tuple(a for a in self.args if a.shape is not None)
+
+
+def up(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def args(text: str) -> tuple[Arg, ...]:
+    """Arguments, one a line: ``role dtype name[dim, dim]``, or ``dtype name`` for a scalar; ``?`` = may be null."""
+    out = []
+    for line in text.strip().splitlines():
+        words = line.split(None, 2) if line.split()[0] in ("in", "out", "inout") else ["", *line.split(None, 1)]
+        role, dtype, name = words
+        if role:
+            name, dims = name.rstrip("]").split("[")
+            shape = tuple(d.strip() for d in dims.split(","))
+            out.append(Arg(name.rstrip("?"), dtype, shape, role, name.endswith("?")))
+        else:
+            out.append(Arg(name, dtype))
+    return tuple(out)

@@ -1,0 +1,167 @@
+// topk.cu: the k first ids of each row of logits and their log-probabilities (rules 6, 14 and 17).
+//
+// in   logits float32 [rows, vocab]             k <= min(vocab, 1024)
+// out  keys   uint64 [rows, parts, k]           of each part of 8192 logits its k first, in order: value and index as one
+//                                               integer (unique_key); 0 behind the last where a part has fewer
+//      bad    int32 [rows]                      set to 1 if a logit is not finite; never cleared here
+//      sums   float32 [rows, parts]             sum of exp(logit - max of the row) over the part
+//      ids int32, logps float32 [rows, k]       logp = logit - (max + log(sum))
+//
+// launch  topk_parts, logsum_parts: grid (ceil(vocab / 8192), rows), block 128;  topk_final: grid (ceil(parts * k / 128), rows)
+// work    topk_parts holds 64 keys a thread in registers and finds the k-th by halving the range of keys, one count of the
+//         block a bit (ties: the same over indices); a chosen key's place is the number of keys before it. topk_final: a
+//         thread a candidate, whose place among all is its own place and, by halving, those in the other parts' lists
+// order   choice: NaN first, then the larger value, then the smaller id: exact in any order
+//         sum: sum128, whose blocks of 8192 are the parts, added in ascending order from +0
+// bytes   8 * rows * vocab + 16 * rows * parts * k
+#include "dot.cuh"
+
+#define PART 8192
+#define HELD (PART / 128)  // keys of one thread
+#define MOST 1024
+
+// The value of a key; -0 has become +0.
+__device__ __forceinline__ float key_value(u32 key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
+// The block's sum of a number of each thread; every thread gets it. One barrier: three counters take turns, and the one
+// that is cleared for the next call was read two calls ago.
+struct Counter {
+  int (&cell)[3];
+  int turn;
+  __device__ __forceinline__ int sum(int mine) {
+    const int warp = __reduce_add_sync(FULL_WARP, mine), next = turn == 2 ? 0 : turn + 1;
+    if ((threadIdx.x & 31) == 0) atomicAdd(&cell[turn], warp);
+    if (threadIdx.x == 0) cell[next] = 0;
+    __syncthreads();
+    const int all = cell[turn];
+    turn = next;
+    return all;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(128) topk_parts(const float* logits, u64* keys, int* bad, int vocab, int k) {
+  __shared__ u64 chosen[MOST];
+  __shared__ int cells[3], taken;
+  const int t = threadIdx.x, row = blockIdx.y, first = blockIdx.x * PART, size = min(PART, vocab - first), kept = min(k, size);
+  logits += (i64)row * vocab + first;
+  if (t == 0) cells[0] = taken = 0;
+  float x[HELD];
+#pragma unroll
+  for (int j = 0; j < HELD; ++j) x[j] = j * 128 + t < size ? logits[j * 128 + t] : 0.f;
+  u32 key[HELD];
+  bool broken = false;
+#pragma unroll
+  for (int j = 0; j < HELD; ++j) {
+    key[j] = j * 128 + t < size ? order_key(x[j]) : 0;  // 0: below every number
+    broken |= !is_finite(x[j]);
+  }
+  if (broken) atomicOr(bad + row, 1);
+  __syncthreads();
+  Counter counter = {cells, 0};
+  // the largest value that at least `kept` keys reach, from its top bit down
+  u32 value = 0;
+  int reached = size;
+  for (u32 bit = 0x80000000u; bit && reached != kept; bit >>= 1) {
+    int mine = 0;
+#pragma unroll
+    for (int j = 0; j < HELD; ++j) mine += key[j] >= (value | bit);
+    const int all = counter.sum(mine);
+    if (all >= kept) {
+      value |= bit;
+      reached = all;
+    }
+  }
+  // more equal keys than places: those below the largest index that lets in no key too many
+  int limit = PART;
+  if (reached != kept) {
+    limit = 0;
+    int inside = 0;
+    for (int bit = PART / 2; bit && inside != kept; bit >>= 1) {
+      int mine = 0;
+#pragma unroll
+      for (int j = 0; j < HELD; ++j) mine += key[j] > value || (key[j] == value && j * 128 + t < (limit | bit));
+      const int all = counter.sum(mine);
+      if (all <= kept) {
+        limit |= bit;
+        inside = all;
+      }
+    }
+  }
+  if (value == 0) value = 1;  // all of the part are kept, and no empty place
+#pragma unroll
+  for (int j = 0; j < HELD; ++j) {
+    const int i = j * 128 + t;
+    if (key[j] > value || (key[j] == value && i < limit)) chosen[atomicAdd(&taken, 1)] = (u64)key[j] << 32 | (u32) ~(first + i);
+  }
+  __syncthreads();
+  keys += ((i64)row * gridDim.x + blockIdx.x) * k;
+  for (int i = t; i < kept; i += 128) keys[rank_of(chosen, kept, chosen[i])] = chosen[i];
+  for (int i = kept + t; i < k; i += 128) keys[i] = 0;
+}
+
+// The row's maximum, from the first key of each of its parts.
+__device__ __forceinline__ float row_peak(const u64* keys, int parts, int k) {
+  u32 top = 0;
+  for (int p = 0; p < parts; ++p) top = max(top, (u32)(keys[(i64)p * k] >> 32));
+  return key_value(top);
+}
+
+// sum128 of exp(x - peak) of at most 8192 elements, by 128 threads; every thread gets it. `part` is shared memory.
+template <bool VEC> __device__ __forceinline__ float exp_sum(const float* x, int n, float peak, float (&part)[4]) {
+  const int t = threadIdx.x;
+  float a[1] = {0.f};
+#pragma unroll 4
+  for (int q = t; q < (n + 3) / 4; q += 128) {
+    const float4 v = load_quad<VEC>(x, q, n);
+    a[0] = a[0] + exact_exp(v.x - peak);
+    if (VEC || 4 * q + 1 < n) a[0] = a[0] + exact_exp(v.y - peak);
+    if (VEC || 4 * q + 2 < n) a[0] = a[0] + exact_exp(v.z - peak);
+    if (VEC || 4 * q + 3 < n) a[0] = a[0] + exact_exp(v.w - peak);
+  }
+  fold32(a);
+  if ((t & 31) == 0) part[t >> 5] = a[0];
+  __syncthreads();
+  return (part[0] + part[1]) + (part[2] + part[3]);
+}
+
+extern "C" __global__ void __launch_bounds__(128) logsum_parts(const float* logits, const u64* keys, float* sums, int vocab, int k) {
+  __shared__ float part[4];
+  const int row = blockIdx.y, parts = gridDim.x, first = blockIdx.x * PART, size = min(PART, vocab - first);
+  const float* x = logits + (i64)row * vocab + first;
+  const float peak = row_peak(keys + (i64)row * parts * k, parts, k);
+  const float sum = (vocab & 3) == 0 && ((u64)logits & 15) == 0 ? exp_sum<true>(x, size, peak, part) : exp_sum<false>(x, size, peak, part);
+  if (threadIdx.x == 0) sums[(i64)row * parts + blockIdx.x] = sum;
+}
+
+// How many keys of a list in descending order stand before this one.
+__device__ __forceinline__ int keys_before(const u64* list, int n, u64 key) {
+  int low = 0;
+  while (n > 0) {
+    const int half = n / 2;
+    if (list[low + half] > key) {
+      low += half + 1;
+      n -= half + 1;
+    } else {
+      n = half;
+    }
+  }
+  return low;
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    topk_final(const float* logits, const u64* keys, const float* sums, int* ids, float* logps, int vocab, int k) {
+  const int i = blockIdx.x * 128 + threadIdx.x, row = blockIdx.y, parts = (vocab + PART - 1) / PART;
+  if (i >= parts * k) return;
+  keys += (i64)row * parts * k;
+  const u64 key = keys[i];
+  if (!key) return;
+  int rank = i % k;
+  for (int p = 0; p < parts && rank < k; ++p)
+    if (p != i / k) rank += keys_before(keys + (i64)p * k, k, key);
+  if (rank >= k) return;
+  float sum = 0.f;
+  for (int p = 0; p < parts; ++p) sum = sum + sums[(i64)row * parts + p];
+  const int id = (int)~(u32)key;
+  ids[(i64)row * k + rank] = id;
+  logps[(i64)row * k + rank] = logits[(i64)row * vocab + id] - (row_peak(keys, parts, k) + exact_log(sum));
+}
