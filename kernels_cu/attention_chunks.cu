@@ -76,12 +76,19 @@ extern "C" __global__ void __launch_bounds__(128)
     a = add_weighted(a, weights[i][0], v);
     b = add_weighted(b, weights[i][1], v);
   };
-  // positions before the tree lie one after another; the tree's are few
-  const int plain = min(keys_here, max(0, keys.tree_start - chunk * CHUNK));
-  const float* key = keys.base + (i64)chunk * CHUNK * key_row;
+  // positions before the tree lie one after another; those of the tree take two loads each, so four at a time
+  const int first = chunk * CHUNK, plain = min(keys_here, max(0, keys.tree_start - first));
+  const float* key = keys.base + first * key_row;
 #pragma unroll 8
   for (int i = 0; i < plain; ++i) add(i, key[i * key_row]);
-  for (int i = plain; i < keys_here; ++i) add(i, *keys.at(chunk * CHUNK + i));
+  for (int i = plain; i < keys_here; i += 4) {
+    float v[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = *keys.at(first + min(i + j, keys_here - 1));
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (i + j < keys_here) add(i + j, v[j]);
+  }
   const float out[HEADS] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
   for (int h = 0; h < HEADS; ++h)

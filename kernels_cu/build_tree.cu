@@ -14,7 +14,8 @@
 //
 // launch  grid (batch), block 128, shared 40 * nodes bytes; budget <= 1024, horizon <= 32, k <= 65535
 // work    warp 0 pops one node at a time. The frontier is one candidate a node, its next child: a slot holds its score, and
-//         the lanes look through all slots for the largest. All threads write the rows
+//         the lanes look through all slots for the largest; budgets below 96 keep the scores in registers. All threads
+//         write the rows
 // order   scores in float64: first node logp, sibling (score - logp) + next logp, first child score + logp; the largest is
 //         popped, on a tie the smaller tuple of ranks, a prefix before its extension
 // bytes   4 * batch * (2 * horizon * k + nodes * (horizon + 11 + words))
@@ -33,6 +34,12 @@ struct Node {
   u32 depth_rank;
 };
 
+// An integer that grows with a score, -0 = +0; never 0.
+__device__ __forceinline__ u64 score_key(double w) {
+  const i64 bits = __double_as_longlong(w + 0.0);
+  return bits < 0 ? (u64)~bits : (u64)bits | 1ull << 63;
+}
+
 struct Tree {
   Slot* slot;     // of each node
   double* score;  // of each node's slot
@@ -40,10 +47,9 @@ struct Tree {
   Node* node;
 
   __device__ __forceinline__ void put(int i, Slot s, double w) {
-    const i64 bits = __double_as_longlong(w + 0.0);
     slot[i] = s;
     score[i] = w;
-    key[i] = bits < 0 ? (u64)~bits : (u64)bits | 1ull << 63;
+    key[i] = score_key(w);
   }
 
   // Of the candidates in slots a and b: does a's tuple of ranks stand before b's?
@@ -65,6 +71,74 @@ struct Tree {
     depth_rank = n.depth_rank;
   }
 };
+
+// For budgets below SMALL every lane keeps its keys in registers: slot s is entry s / 32 of lane s % 32. A node is a step
+// that the next one waits for, so all lanes follow it alike: no branch that splits the warp, no global read.
+// `table` [depths][RANKS] holds the log-probabilities, NaN behind the last: no rank that can be reached is larger.
+#define SMALL 96
+#define PER (SMALL / 32)
+#define RANKS (SMALL + 2)
+
+// The slot to pop out of 0..made where several keys share the upper half; the keys stand in shared memory.
+__device__ __noinline__ int find_among_equals(Tree tree, int made) {
+  int front = 0;
+  for (int s = 1; s <= made; ++s)
+    if (tree.key[s] > tree.key[front] || (tree.key[s] && tree.key[s] == tree.key[front] && tree.precedes(s, front))) front = s;
+  return front;
+}
+
+__device__ __forceinline__ int grow_small(Tree tree, const Slot* first, const float* table, double* scores, int depths, int budget) {
+  const int lane = threadIdx.x;
+  if (!depths) return 0;
+  if (lane == 0) tree.put(0, first[0], (double)first[0].here);
+  u64 key[PER] = {lane ? 0 : score_key((double)first[0].here)};
+  __syncwarp();
+  int made = 0;
+  for (; made < budget; ++made) {
+    u64 best = key[0];
+    int at = lane;
+#pragma unroll
+    for (int j = 1; j < PER; ++j) {
+      at = key[j] > best ? lane + 32 * j : at;
+      best = key[j] > best ? key[j] : best;
+    }
+    const u32 top = __reduce_max_sync(FULL_WARP, (u32)(best >> 32));
+    if (!top) break;  // the upper half of a finite score is never 0
+    int equal = 0;
+#pragma unroll
+    for (int j = 0; j < PER; ++j) equal += (u32)(key[j] >> 32) == top;
+    const u32 several = __ballot_sync(FULL_WARP, equal > 1), lanes = __ballot_sync(FULL_WARP, equal > 0);
+    at = __shfl_sync(FULL_WARP, at, __ffs((int)lanes) - 1);
+    if (several | (lanes & (lanes - 1))) {  // rare
+#pragma unroll
+      for (int j = 0; j < PER; ++j)
+        if (lane + 32 * j <= made) tree.key[lane + 32 * j] = key[j];
+      __syncwarp();
+      at = find_among_equals(tree, made);
+      __syncwarp();
+    }
+    const Slot s = tree.slot[at];
+    const double w = tree.score[at];
+    const int depth = s.depth_rank >> 16, rank = s.depth_rank & 0xffff, node = made + 1;
+    const Slot below = first[min(depth, depths - 1)];
+    const float after = table[(depth - 1) * RANKS + min(rank + 2, RANKS - 1)];
+    const double child = w + (double)s.child, sibling = (w - (double)s.here) + (double)s.next;
+    const u64 child_key = is_nan(s.child) ? 0 : score_key(child), sibling_key = is_nan(s.next) ? 0 : score_key(sibling);
+#pragma unroll
+    for (int j = 0; j < PER; ++j) key[j] = lane + 32 * j == at ? sibling_key : lane + 32 * j == node ? child_key : key[j];
+    __syncwarp();  // all have read the slot
+    if (lane == 0) {
+      tree.slot[at] = {s.next, after, s.child, s.depth_rank + 1};
+      tree.score[at] = sibling;
+      tree.slot[node] = below;
+      tree.score[node] = child;
+      tree.node[node] = {at, s.depth_rank};
+      scores[node] = w;
+    }
+    __syncwarp();
+  }
+  return made;
+}
 
 // Finds the candidate to pop, by a warp; false if there is none. The lane that looks after its slot gets the slot, the
 // others -1. Slots 0..made are in use; slot s is lane s % 32's.
@@ -132,6 +206,7 @@ extern "C" __global__ void __launch_bounds__(128)
                int* paths, u32* visible, int* bad, int horizon, int k, int budget, int last_position) {
   extern __shared__ float4 shared[];
   __shared__ Slot first[MOST_DEPTHS];  // the first child of a node, by its depth
+  __shared__ float table[MOST_DEPTHS * RANKS];
   __shared__ int count[MOST_DEPTHS], made;
   const int b = blockIdx.x, t = threadIdx.x, nodes = budget + 1, start = starts[b];
   Tree tree;
@@ -144,6 +219,11 @@ extern "C" __global__ void __launch_bounds__(128)
   logps += marginals * k;
   if (t < MOST_DEPTHS) count[t] = t >= horizon ? 0 : counts ? max(0, min(k, counts[marginals + t])) : k;
   __syncthreads();
+  if (budget < SMALL)
+    for (int i = t; i < horizon * RANKS; i += 128) {
+      const int d = i / RANKS, rank = i % RANKS;
+      table[i] = rank < count[d] ? logps[d * k + rank] : __int_as_float(0x7fc00000);
+    }
   bool broken = false;
   for (int i = t; i < horizon * k; i += 128) broken |= i % k < count[i / k] && !is_finite(logps[i]);
   const int end = __ffs((int)__ballot_sync(FULL_WARP, count[t & 31] == 0));  // the first depth without candidates ends the horizon
@@ -157,7 +237,8 @@ extern "C" __global__ void __launch_bounds__(128)
     if (t == 0) bad[b] = 1;
   }
   if (t < 32) {
-    const int n = grow(tree, first, count, logps, scores + row0, deepest, k, budget);
+    const int n = budget < SMALL ? grow_small(tree, first, table, scores + row0, deepest, budget)
+                                 : grow(tree, first, count, logps, scores + row0, deepest, k, budget);
     if (t == 0) made = n_nodes[b] = n;
   }
   __syncthreads();

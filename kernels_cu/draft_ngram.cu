@@ -71,8 +71,8 @@ extern "C" __global__ void __launch_bounds__(128)
   if (t < 4) found[t] = 0;
   __syncthreads();
   int matches = 0;
-  for (int n = min(3, start); n > 0 && !matches; --n) {
-    // places right after a match: a place is at most start, so that a token follows
+  for (int n = 3; n > 0 && !matches; --n) {
+    // places right after a match: n tokens stand before, and one follows, for a place is at most start
     for (int i = start - t, own = 0; i >= n && own < MATCHES; i -= 128)
       if (same_tail(history, i, start + 1, n)) {
         place[atomicAdd(found + n, 1)] = i;

@@ -8,9 +8,11 @@
 //      ids int32, logps float32 [rows, k]       logp = logit - (max + log(sum))
 //
 // launch  topk_parts, logsum_parts: grid (ceil(vocab / 8192), rows), block 128;  topk_final: grid (ceil(parts * k / 128), rows)
-// work    topk_parts holds 64 keys a thread in registers and finds the k-th by halving the range of keys, one count of the
-//         block a bit (ties: the same over indices); a chosen key's place is the number of keys before it. topk_final: a
-//         thread a candidate, whose place among all is its own place and, by halving, those in the other parts' lists
+// work    topk_parts holds 64 keys a thread in registers. For k <= 128 the k-th largest of the threads' maxima bounds the
+//         candidates to a handful; else, or where many are equal, the k-th key is found by halving the range of keys, one
+//         count of the block a bit (ties: the same over indices). A chosen key's place is the number of keys before it.
+//         topk_final: a thread a candidate, whose place among all is its own place and, by halving, those in the other
+//         parts' lists
 // order   choice: NaN first, then the larger value, then the smaller id: exact in any order
 //         sum: sum128, whose blocks of 8192 are the parts, added in ascending order from +0
 // bytes   8 * rows * vocab + 16 * rows * parts * k
@@ -39,8 +41,34 @@ struct Counter {
   }
 };
 
+// Collects all keys that reach the kept-th largest of the threads' maxima: at least `kept` do, and as a rule few more.
+// False where they are more than the list holds (many equal keys).
+__device__ __forceinline__ bool few_candidates(const u32 (&key)[HELD], int first, int kept, u64 (&chosen)[MOST], u64 (&maxima)[128],
+                                               u32& bound, int& taken) {
+  const int t = threadIdx.x;
+  u32 most = 0;
+#pragma unroll
+  for (int j = 0; j < HELD; ++j) most = max(most, key[j]);
+  maxima[t] = (u64)most << 32 | (u32)~t;
+  __syncthreads();
+  if (rank_of(maxima, 128, maxima[t]) == kept - 1) bound = max(most, 1u);  // 0 is no key
+  __syncthreads();
+  const u32 least = bound;
+#pragma unroll
+  for (int j = 0; j < HELD; ++j)
+    if (key[j] >= least) {
+      const int at = atomicAdd(&taken, 1);
+      if (at < MOST) chosen[at] = (u64)key[j] << 32 | (u32) ~(first + j * 128 + t);
+    }
+  __syncthreads();
+  const bool few = taken <= MOST;
+  __syncthreads();
+  return few;
+}
+
 extern "C" __global__ void __launch_bounds__(128) topk_parts(const float* logits, u64* keys, int* bad, int vocab, int k) {
-  __shared__ u64 chosen[MOST];
+  __shared__ u64 chosen[MOST], maxima[128];
+  __shared__ u32 bound;
   __shared__ int cells[3], taken;
   const int t = threadIdx.x, row = blockIdx.y, first = blockIdx.x * PART, size = min(PART, vocab - first), kept = min(k, size);
   logits += (i64)row * vocab + first;
@@ -56,6 +84,17 @@ extern "C" __global__ void __launch_bounds__(128) topk_parts(const float* logits
     broken |= !is_finite(x[j]);
   }
   if (broken) atomicOr(bad + row, 1);
+  keys += ((i64)row * gridDim.x + blockIdx.x) * k;
+  __syncthreads();
+  if (kept <= 128 && few_candidates(key, first, kept, chosen, maxima, bound, taken)) {
+    for (int i = t; i < taken; i += 128) {
+      const int place = rank_of(chosen, taken, chosen[i]);
+      if (place < kept) keys[place] = chosen[i];
+    }
+    for (int i = kept + t; i < k; i += 128) keys[i] = 0;
+    return;
+  }
+  if (t == 0) taken = 0;
   __syncthreads();
   Counter counter = {cells, 0};
   // the largest value that at least `kept` keys reach, from its top bit down
@@ -94,7 +133,6 @@ extern "C" __global__ void __launch_bounds__(128) topk_parts(const float* logits
     if (key[j] > value || (key[j] == value && i < limit)) chosen[atomicAdd(&taken, 1)] = (u64)key[j] << 32 | (u32) ~(first + i);
   }
   __syncthreads();
-  keys += ((i64)row * gridDim.x + blockIdx.x) * k;
   for (int i = t; i < kept; i += 128) keys[rank_of(chosen, kept, chosen[i])] = chosen[i];
   for (int i = kept + t; i < k; i += 128) keys[i] = 0;
 }
@@ -148,11 +186,21 @@ __device__ __forceinline__ int keys_before(const u64* list, int n, u64 key) {
   return low;
 }
 
+// The lists of a row are walked by dependent reads: from shared memory where they fit, STAGED keys.
+#define STAGED 3072
+
 extern "C" __global__ void __launch_bounds__(128)
     topk_final(const float* logits, const u64* keys, const float* sums, int* ids, float* logps, int vocab, int k) {
-  const int i = blockIdx.x * 128 + threadIdx.x, row = blockIdx.y, parts = (vocab + PART - 1) / PART;
-  if (i >= parts * k) return;
-  keys += (i64)row * parts * k;
+  __shared__ u64 staged[STAGED];
+  const int i = blockIdx.x * 128 + threadIdx.x, row = blockIdx.y, parts = (vocab + PART - 1) / PART, all = parts * k;
+  keys += (i64)row * all;
+  if (all <= STAGED) {
+#pragma unroll 4
+    for (int j = threadIdx.x; j < all; j += 128) staged[j] = keys[j];
+    __syncthreads();
+    keys = staged;
+  }
+  if (i >= all) return;
   const u64 key = keys[i];
   if (!key) return;
   int rank = i % k;
@@ -160,6 +208,7 @@ extern "C" __global__ void __launch_bounds__(128)
     if (p != i / k) rank += keys_before(keys + (i64)p * k, k, key);
   if (rank >= k) return;
   float sum = 0.f;
+#pragma unroll 4
   for (int p = 0; p < parts; ++p) sum = sum + sums[(i64)row * parts + p];
   const int id = (int)~(u32)key;
   ids[(i64)row * k + rank] = id;

@@ -95,8 +95,8 @@ def bench_builder(device) -> None:
         launch("logsum_parts", logits=logits, keys=keys, sums=sums, **size)
         launch("topk_final", logits=logits, keys=keys, sums=sums, ids=ids, logps=logps, **size)
 
-    def tree() -> None:
-        limit = {"horizon": HORIZON, "k": BUDGET, "budget": BUDGET, "last_position": 1 << 20, "batch": 1}
+    def tree(budget: int = BUDGET) -> None:
+        limit = {"horizon": HORIZON, "k": BUDGET, "budget": budget, "last_position": 1 << 20, "batch": 1}
         launch("build_tree", counts=None, starts=starts, roots=roots, **limit, **out)
 
     def timed(*work) -> float:
@@ -104,6 +104,8 @@ def bench_builder(device) -> None:
         return median_us(device._stream, graph.replay, COPIES)
 
     both, alone, first = timed(marginals, tree), timed(tree), timed(marginals)
+    by_budget = ", ".join(f"{n} nodes {timed(lambda n=n: tree(n)):.1f}" for n in (1, 8, 16, 32))
+    print(f"  build_tree, us: {by_budget}")
     for name, own in (
         ("topk_parts", {"bad": bad}),
         ("logsum_parts", {"sums": sums}),

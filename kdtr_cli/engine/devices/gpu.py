@@ -36,7 +36,7 @@ NO_DRIVER = "there is no NVIDIA driver here (libcuda.so.1)"
 
 _STAGING_BYTES = 1 << 20  # pinned memory for small copies, handed out in a ring
 _STAGED_AT_MOST = 1 << 16
-_PLAIN_SHARED = 48 << 10  # more dynamic shared memory must be asked for, kernel by kernel
+_PLAIN_SHARED = 48 << 10  # more shared memory than this in all must be asked for, kernel by kernel
 
 
 def gpu_missing() -> str | None:
@@ -192,7 +192,9 @@ class GpuDevice(Device):
             function = self._modules[file].get_function(entry)
             # modules load lazily: asking for an attribute loads the kernel now, since it can't be inside a capture
             self._attribute(function, "NUM_REGS")
-        kernel = Kernel(name, entry, self, _Entry(function, _parameter_widths(function.ptr), _PLAIN_SHARED))
+            static = self._attribute(function, "SHARED_SIZE_BYTES")
+        handle = _Entry(function, _parameter_widths(function.ptr), max(0, _PLAIN_SHARED - static))
+        kernel = Kernel(name, entry, self, handle)
         self._kernels[file, entry] = kernel
         return kernel
 
