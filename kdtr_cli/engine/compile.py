@@ -17,6 +17,7 @@ __all__ = [
     "CompileError",
     "PtxViolation",
     "check_ptx",
+    "compile_both",
     "compile_cubin",
     "compile_ptx",
     "first_error",
@@ -106,12 +107,18 @@ def first_error(log: str) -> tuple[str, str] | None:
 
 def compile_cubin(text: str, arch: str) -> bytes:
     """Machine code of expanded source ``text`` for one architecture ("sm_90"). CompileError: a fault in the source."""
-    return _compile(text, arch, "CUBIN")
+    return _compile(text, arch, "CUBIN")[0]
 
 
 def compile_ptx(text: str, arch: str) -> str:
     """PTX of expanded source ``text`` for one architecture ("sm_90" or "compute_90")."""
-    return _compile(text, arch.replace("sm_", "compute_"), "PTX").rstrip(b"\0").decode()
+    return _compile(text, arch.replace("sm_", "compute_"), "PTX")[0].rstrip(b"\0").decode()
+
+
+def compile_both(text: str, arch: str) -> tuple[bytes, str]:
+    """Machine code and the PTX it was made of, by one compilation for one architecture ("sm_90")."""
+    cubin, ptx = _compile(text, arch, "CUBIN", "PTX")
+    return cubin, ptx.rstrip(b"\0").decode()
 
 
 def nvrtc_version() -> str:
@@ -148,7 +155,7 @@ def _call(nvrtc, result: tuple) -> tuple:
     return result[1:]
 
 
-def _compile(text: str, arch: str, form: str) -> bytes:
+def _compile(text: str, arch: str, *forms: str) -> list[bytes]:
     nvrtc = _nvrtc()
     (program,) = _call(nvrtc, nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], []))
     try:
@@ -161,10 +168,12 @@ def _compile(text: str, arch: str, form: str) -> bytes:
             raise _error(
                 log.rstrip(b"\0 ").decode(errors="replace"), arch, str(nvrtc.nvrtcGetErrorString(status[0])[1], "ascii")
             )
-        (size,) = _call(nvrtc, getattr(nvrtc, f"nvrtcGet{form}Size")(program))
-        out = b" " * size
-        _call(nvrtc, getattr(nvrtc, f"nvrtcGet{form}")(program, out))
-        return out
+        made = []
+        for form in forms:
+            (size,) = _call(nvrtc, getattr(nvrtc, f"nvrtcGet{form}Size")(program))
+            made.append(b" " * size)
+            _call(nvrtc, getattr(nvrtc, f"nvrtcGet{form}")(program, made[-1]))
+        return made
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

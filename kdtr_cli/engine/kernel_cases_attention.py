@@ -42,21 +42,22 @@ def _in_order(rng: np.random.Generator, size: dict[str, int], positions: tuple[i
 
 
 def _in_trees(
-    rng: np.random.Generator, size: dict[str, int], starts: tuple[int, ...], parents: tuple[int, ...]
+    rng: np.random.Generator, size: dict[str, int], starts: tuple[int, ...], parents: tuple[int, ...], gap: int = 0
 ) -> dict[str, Any]:
-    """The rows of a tree a sequence: node i in cache row start + i, at position start + its depth."""
+    """The rows of a tree a sequence: node i in cache row start + gap + i, at position start + its depth."""
     nodes, horizon = len(parents) + 1, len(parents) + 2
     ways = [[0]]
     for i, parent in enumerate(parents, 1):
         ways.append([*ways[parent], i])
-    capacity = max(starts) + nodes
+    capacity = max(starts) + gap + nodes
     cache = poison(len(starts), capacity, size["key_row"])
     paths = np.empty((len(starts), nodes, horizon), i32)
     for b, start in enumerate(starts):
-        cache[b, : start + nodes] = normal(rng, start + nodes, size["key_row"])
+        cache[b, :start] = normal(rng, start, size["key_row"])
+        cache[b, start + gap : start + gap + nodes] = normal(rng, nodes, size["key_row"])
         for i, way in enumerate(ways):
-            paths[b, i] = start + i
-            paths[b, i, : len(way)] = start + np.array(way)
+            paths[b, i] = start + gap + i
+            paths[b, i, : len(way)] = start + gap + np.array(way)
     depths = np.array([len(way) - 1 for way in ways], i32)
     first = np.array(starts, i32)
     positions = (first[:, None] + depths).reshape(-1)
@@ -92,17 +93,19 @@ def _inputs(rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
             f"{heads} heads of {head_dim} over {kv_heads}, positions {positions}",
             _in_order(rng, _grouped(heads, kv_heads, head_dim), positions),
         )
-    for size, starts, parents in (
-        (_mla(4, 32, 8), (1, 3), _BUSHY),
-        (_mla(3, 27, 6), (31, 32, 33), _BUSHY),
-        (_mla(2, 16, 4), (255, 256, 257), _BUSHY),
-        (_mla(2, 16, 4), (252, 511), _SPINE),
-        (_mla(9, 20, 4), (30,), _SPINE),
-        (_mla(4, 32, 8), (64,), (0,) * 33),
-        (_grouped(6, 2, 8), (0, 250), _BUSHY),
+    yield "rows of whole quads, one float more between them", _in_order(rng, _size(2, 1, 8, 8, 9, 0), (3, 40))
+    for size, starts, parents, gap in (
+        (_mla(4, 32, 8), (1, 3), _BUSHY, 0),
+        (_mla(3, 27, 6), (31, 32, 33), _BUSHY, 0),
+        (_mla(2, 16, 4), (255, 256, 257), _BUSHY, 0),
+        (_mla(2, 16, 4), (252, 511), _SPINE, 0),
+        (_mla(9, 20, 4), (30,), _SPINE, 0),
+        (_mla(4, 32, 8), (64,), (0,) * 33, 0),
+        (_mla(2, 12, 4), (20, 33), _BUSHY, 5),
+        (_grouped(6, 2, 8), (0, 250), _BUSHY, 0),
     ):
-        heads, starts_text = f"{size['heads']} heads of {size['width']}", ", ".join(map(str, starts))
-        yield f"{heads}, trees of {len(parents)} at {starts_text}", _in_trees(rng, size, starts, parents)
+        label = f"{size['heads']} heads of {size['width']}, trees of {len(parents)} at {', '.join(map(str, starts))}"
+        yield f"{label}{f' + {gap}' if gap else ''}", _in_trees(rng, size, starts, parents, gap)
 
 
 def attn_scores(rng: np.random.Generator) -> Iterator[Case]:

@@ -41,60 +41,65 @@ def _tree_case(rng: np.random.Generator, label: str, logps: np.ndarray, budget: 
     return Case(label, {**values, **more})
 
 
-def _build_tree(rng: np.random.Generator) -> Iterator[Case]:
-    def case(label: str, logps: np.ndarray, budget: int, **more: Any) -> Case:
-        return _tree_case(rng, label, logps, budget, **more)
-
-    for budget in (1, 2, 7, 8, 16, 64, 256, 1024):
-        k = min(budget, 300)
-        yield case(f"budget {budget}", _logps(rng, 2, 7, k), budget)
-    yield case("one depth", _logps(rng, 3, 1, 16), 16)
-    yield case("one depth runs dry", _logps(rng, 2, 1, 5), 16)
-    yield case("32 depths", _logps(rng, 2, 32, 64, 8.0), 64)
-    yield case("32 depths, deep and narrow", _logps(rng, 1, 32, 40, 40.0), 256)
-    yield case("a chain", _logps(rng, 3, 7, 1), 7)
-    yield case("a chain shorter than the horizon", _logps(rng, 1, 15, 1), 4)
-    yield case("two ids, a full tree of 14", _logps(rng, 2, 3, 2), 64)
-    yield case("a full tree of 1022", _logps(rng, 1, 9, 2), 1024)
-    yield case("as many requests as nodes", _logps(rng, 8, 7, 8), 8)
-    yield case("17 requests", _logps(rng, 17, 4, 5), 9)
+def _tree_inputs(rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray, int, dict[str, Any]]]:
+    """(label, logps, budget, other arguments) of trees whose order or end is not plain."""
+    yield "one depth", _logps(rng, 3, 1, 16), 16, {}
+    yield "one depth runs dry", _logps(rng, 2, 1, 5), 16, {}
+    yield "32 depths", _logps(rng, 2, 32, 64, 8.0), 64, {}
+    yield "32 depths, deep and narrow", _logps(rng, 1, 32, 40, 40.0), 90, {}
+    yield "a chain", _logps(rng, 3, 7, 1), 7, {}
+    yield "a chain shorter than the horizon", _logps(rng, 1, 15, 1), 4, {}
+    yield "two ids, a full tree of 14", _logps(rng, 2, 3, 2), 64, {}
+    yield "as many requests as nodes", _logps(rng, 8, 7, 8), 8, {}
+    yield "17 requests", _logps(rng, 17, 4, 5), 9, {}
     # ties: equal everywhere, equal inside a depth, a coarse grid, all zero
-    yield case("all marginals equal", np.full((2, 5, 8), f32(-2.0794415)), 64)
-    yield case("all marginals equal, 32 depths", np.full((1, 32, 2), f32(-0.6931472)), 200)
-    yield case("all log-probabilities zero", np.zeros((1, 32, 3), f32), 100)
+    yield "all marginals equal", np.full((2, 5, 8), f32(-2.0794415)), 64, {}
+    yield "all marginals equal, 32 depths", np.full((1, 32, 2), f32(-0.6931472)), 90, {}
+    yield "all log-probabilities zero", np.zeros((1, 32, 3), f32), 80, {}
     zeros = np.zeros((1, 6, 4), f32)
     zeros[0, ::2, 1::2] = -0.0
-    yield case("zeros of both signs", -zeros, 40)
+    yield "zeros of both signs", -zeros, 40, {}
     grid = np.sort(-rng.integers(1, 5, (3, 6, 12)).astype(f32) * f32(0.5), -1)[..., ::-1].copy()
-    yield case("a grid of halves", grid, 128)
+    yield "a grid of halves", grid, 60, {}
     coarse = _logps(rng, 2, 7, 32).view(np.uint32) & np.uint32(0xFFFF0000)
-    yield case("bf16 log-probabilities", coarse.view(f32), 256)
-    pairs = np.repeat(_logps(rng, 2, 7, 8), 2, -1)
-    yield case("every value twice", pairs, 100)
+    yield "bf16 log-probabilities", coarse.view(f32), 90, {}
+    yield "every value twice", np.repeat(_logps(rng, 2, 7, 8), 2, -1), 50, {}
     # float64 scores that differ in their lower halves only
     fine = -(f32(1) + np.arange(16, dtype=f32) * f32(2.0**-23)).astype(f32)
-    yield case("neighbouring numbers", np.broadcast_to(fine, (1, 4, 16)).copy(), 100)
-    # the sibling's formula rounds: score - logp + next is not the score of equal siblings
-    yield case(
-        "huge and tiny together", _logps(rng, 1, 6, 8) * f32(10) ** rng.integers(-30, 30, (6, 1)).astype(f32), 60
-    )
-    yield case("not sorted", normal(rng, 2, 6, 9), 90)
-    yield case("the largest numbers", np.full((1, 32, 4), f32(-3.4e38)), 70)
+    yield "neighbouring numbers", np.broadcast_to(fine, (1, 4, 16)).copy(), 70, {}
+    # float64 rounds: (score - logp) + next is neither score + (next - logp) nor a fresh sum
+    scale = np.array([1, 1e-11, 1, 3e-12, 1e-10, 1], f32)[:, None]
+    yield "depths of different magnitude", _logps(rng, 3, 6, 8) * scale, 80, {}
+    tens = f32(10) ** rng.integers(-30, 30, (6, 1)).astype(f32)
+    yield "huge and tiny together", _logps(rng, 1, 6, 8) * tens, 60, {}
+    yield "not sorted", normal(rng, 2, 6, 9), 80, {}
+    yield "the largest numbers", np.full((1, 32, 4), f32(-3.4e38)), 70, {}
     # candidates and horizons
     counts = np.array([[8, 8, 0, 8, 8], [8, 0, 8, 8, 8], [0, 8, 8, 8, 8], [1, 2, 3, 0, 0], [3, 1, 8, 2, 1]], i32)
-    yield case("counts, 0 in the middle", _logps(rng, 5, 5, 8), 32, counts=counts)
-    yield case("no candidate at all", _logps(rng, 2, 5, 8), 32, counts=np.zeros((2, 5), i32))
-    yield case("counts out of range", _logps(rng, 2, 2, 4), 12, counts=np.array([[9, 4], [2, -1]], i32))
+    yield "counts, 0 in the middle", _logps(rng, 5, 5, 8), 32, {"counts": counts}
+    yield "no candidate at all", _logps(rng, 2, 5, 8), 32, {"counts": np.zeros((2, 5), i32)}
+    yield "counts out of range", _logps(rng, 2, 2, 4), 12, {"counts": np.array([[9, 4], [2, -1]], i32)}
     starts = np.array([10, 16, 18, 19, 20, 25], i32)
-    yield case("the last position cuts", _logps(rng, 6, 7, 8), 24, starts=starts, last_position=19)
+    yield "the last position cuts", _logps(rng, 6, 7, 8), 24, {"starts": starts, "last_position": 19}
     tail = _logps(rng, 2, 4, 8)
     tail[:, :, 5:] = -np.inf
-    yield case("-inf behind the counts", tail, 40, counts=np.full((2, 4), 5, i32))
+    yield "-inf behind the counts", tail, 40, {"counts": np.full((2, 4), 5, i32)}
     # faults: that request's tree is empty, the others' are not
     wrong = _logps(rng, 5, 6, 8)
     wrong[0, 0, 0], wrong[1, 5, 7], wrong[3, 2, 3], wrong[4, 3, 0] = np.nan, -np.inf, np.inf, np.nan
-    yield case("NaN and infinite log-probabilities", wrong, 30)
-    yield case("a bad number behind the last position", wrong, 30, last_position=7, bad=np.full(5, 2, i32))
+    yield "NaN and infinite log-probabilities", wrong, 30, {}
+    flags = {"last_position": 7, "bad": np.full(5, 2, i32)}
+    yield "a bad number behind the last position", wrong, 30, flags
+
+
+def _build_tree(rng: np.random.Generator) -> Iterator[Case]:
+    for budget in (1, 2, 7, 8, 16, 31, 32, 64, 95, 96, 256, 1024):
+        yield _tree_case(rng, f"budget {budget}", _logps(rng, 2, 7, min(budget, 300)), budget)
+    yield _tree_case(rng, "a full tree of 1022", _logps(rng, 1, 9, 2), 1024)
+    for label, logps, budget, more in _tree_inputs(rng):
+        # below 96 nodes the kernel goes another way
+        for nodes in (budget, budget + 96):
+            yield _tree_case(rng, f"{label}, budget {nodes}", logps, nodes, **more)
 
 
 # ---------------------------------------------------------------------------------------------------- acceptance

@@ -30,6 +30,7 @@ def _logits(rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray, int]]:
         (2, PART, 64),
         (2, PART + 1, 16),
         (1, 2 * PART + 1000, 1024),
+        (1, 4 * PART + 77, 1000),
         (2, 5 * PART - 3, 2),
     ):
         yield f"{k} of {vocab}", normal(rng, rows, vocab), k
@@ -45,7 +46,8 @@ def _logits(rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray, int]]:
     signed[0, :350] = -0.0
     yield "-0 and +0 are equal", signed, 400
     neighbours = (f32(1) + np.arange(4000, dtype=f32) * f32(2.0**-23)).astype(f32)
-    yield "neighbouring numbers", rng.permutation(neighbours)[None], 33
+    for k in (33, 161):  # the last one kept is odd
+        yield f"neighbouring numbers, {k} kept", rng.permutation(neighbours)[None], k
     wide = normal(rng, 2, 4000) * f32(1e-41)
     wide[1] = normal(rng, 4000) * f32(1e37)
     yield "subnormal and huge", wide, 16
@@ -91,12 +93,17 @@ def _logsum_parts(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def _topk_final(rng: np.random.Generator) -> Iterator[Case]:
-    for label, logits, k in _logits(rng):
+    def case(label: str, logits: np.ndarray, k: int, most: float) -> Case:
         rows, vocab = logits.shape
         keys = _keys(logits, k)
-        values = {"logits": logits, "keys": keys, "sums": rng.uniform(0.5, 3000, keys.shape[:2]).astype(f32)}
+        values = {"logits": logits, "keys": keys, "sums": rng.uniform(most / 8, most, keys.shape[:2]).astype(f32)}
         values |= {"ids": poison(rows, k, dtype=i32), "logps": poison(rows, k), "rows": rows, "vocab": vocab, "k": k}
-        yield Case(label, values)
+        return Case(label, values)
+
+    for label, logits, k in _logits(rng):
+        yield case(label, logits, k, 3000)
+    # a sum near 1 and small logits: the order in which the parts are added shows
+    yield case("the order of the parts", normal(rng, 24, 3 * PART + 5) * f32(1e-3), 4, 0.5)
 
 
 # ---------------------------------------------------------------------------------------------------- drafters
@@ -121,15 +128,17 @@ def _draft_ngram(rng: np.random.Generator) -> Iterator[Case]:
     yield case("one, two and three tokens match", [[1, 7, 2, 1], [4, 1, 7, 2, 4, 1], [3, 4, 1, 7, 0, 3, 4, 1]], 7, 4)
     yield case("the longest match wins", [[1, 2, 3, 9, 3, 8, 3, 8, 1, 2, 3]], 3, 8)
     yield case("a match may reach the root itself", [[2, 2, 2, 2, 2], [0, 0], [1, 1, 1]], 5, 3)
-    yield case("equal votes: the smaller id first", [[9, 5, 9, 3, 9, 7, 9, 3, 9, 5, 9]], 2, 8)
-    yield case("fewer kept than found", [[9, 5, 9, 3, 9, 7, 9, 1, 9, 5, 9]], 2, 2)
-    yield case("a chain keeps one", [[9, 5, 9, 3, 9, 5, 9], [0, 1, 0, 1, 0]], 7, 1)
+    # 8 stands before the root alone, so that one token matches
+    yield case("equal votes: the smaller id first", [[9, 5, 9, 3, 9, 7, 9, 3, 9, 5, 8, 9]], 2, 8)
+    yield case("fewer kept than found", [[9, 5, 9, 3, 9, 7, 9, 1, 9, 5, 8, 9]], 3, 2)
+    yield case("a chain keeps one", [[9, 5, 9, 3, 9, 5, 8, 9], [0, 1, 0, 1, 0]], 7, 1)
     # nine places: the earliest has no vote
     yield case("the eight latest of nine", [[t for i in range(9) for t in (1, 100 + i)] + [1]], 3, 16)
     text = rng.integers(0, 3, 900).tolist()
     yield case("many matches", [text, text[:301], text[:129], text[:2]], 7, 8)
     yield case("32 depths over the end", [[1, 2, 3, 1, 2], [*range(40), 0, 1]], 32, 64)
     far = rng.integers(10, 500, 1500).tolist()
+    yield case("all matches 128 apart", [[*(t for i in range(9) for t in (1, *range(10, 136), 300 + i)), 1]], 128, 8)
     yield case("matches far back", [[*far[:3], *far, *far[:3]], [7, *far, 7]], 15, 16)
 
 
@@ -155,6 +164,12 @@ def _draft_synthetic(rng: np.random.Generator) -> Iterator[Case]:
     values["known_count"] = np.array([0, 2, 40], i32)
     values["starts"] = np.array([0, 2, 43], i32)  # before, at and past what is known
     yield Case("unknown continuations", values)
+    # the fourth word of this draw is 2**32 - 713: adding a filler's number passes 32 bits
+    values = dict(case("", 1, 1, 1024, 2000, 0.5, 20).values)
+    yield Case("numbers past 32 bits", {**values, "starts": np.array([649927], i32)})
+    # the first word of this draw gives exactly this rate, which is no hit
+    values = dict(case("", 1, 1, 4, 50, float.fromhex("0x1.2a92c272p-2")).values)
+    yield Case("a draw of the very rate", {**values, "starts": np.array([13], i32), "streams": np.array([1], i32)})
 
 
 def _draft_replay(rng: np.random.Generator) -> Iterator[Case]:

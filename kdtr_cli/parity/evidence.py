@@ -129,7 +129,9 @@ def logits_of(values: np.ndarray, form: str = "full", *, digest: bool = False) -
     if form == "digest":
         return Logits(n, None, values.dtype, row_sha256=lambda lo, hi: row_digests[lo:hi])
     k = min(int(form.removeprefix("top:")), vocab)
-    key = np.where(np.isnan(values), np.inf, values.astype(np.float64))  # NaN first, so that it can't hide (rule 6)
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        wide = values.astype(np.float64)
+    key = np.where(np.isnan(values), np.inf, wide)  # NaN first, so that it can't hide (rule 6)
     order = np.argsort(-key, axis=1, kind="stable")[:, :k].astype(np.int32)
     top = np.take_along_axis(values, order, axis=1)
     return Logits(

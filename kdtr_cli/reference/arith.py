@@ -66,7 +66,7 @@ def _fold(lanes: np.ndarray) -> np.ndarray:
 
 
 def _lane_view(x: np.ndarray) -> np.ndarray:
-    """x [..., K] as [..., steps, lanes, 4], zero padded; lanes: the smallest multiple of 32 that holds K, at most 128."""
+    """x [..., K] as [..., steps, lanes, 4], zero padded; lanes: a multiple of 32 that holds K, at most 128."""
     k = x.shape[-1]
     lanes = min(LANES, -(-k // 128) * 32) if k else 32
     pad = -k % (4 * lanes)

@@ -2,6 +2,7 @@
 
     PASS ar tokens=24/24 exact max_abs_logit_diff=0.000e+00 verdict=IDENTICAL
     FAIL ar tokens=17/24 first_divergence=0:17 margin=3.1e-01 max_abs_logit_diff=2.441e-01 verdict=DIVERGED
+    FAIL ddtree tokens=64/64 exact max_abs_logit_diff=0.000e+00 rounds=3/21 first_round_difference=0:3 verdict=DIVERGED
     ERROR ar tokens=0/24 max_abs_logit_diff=none verdict=INVALID reason="other stop ids: golden [2], run [3]"
 
 The order of what stands in it never changes; docs/judging.md is its reference.

@@ -36,7 +36,7 @@ def parse_drafter(text: str, target: ModelConfig) -> DrafterSpec:
             rate = -1.0
         if not 0.0 <= rate <= 1.0:
             raise InputError(f"--drafter {text}: synthetic:P needs a rate P from 0 to 1, such as synthetic:0.7")
-        return DrafterSpec("synthetic", f"synthetic:{rate:g}", rate=rate)
+        return DrafterSpec("synthetic", f"synthetic:{rate!r}", rate=rate)
     if not Path(text).is_dir():
         raise InputError(f"--drafter {text}: ngram, replay, synthetic:P, or the folder of a DFlash drafter")
     drafter = open_drafter(text, target)
@@ -49,7 +49,7 @@ def draft_settings(spec: DrafterSpec, mode: str, budget: int | None, block_size:
         own = spec.dflash.config.block_size
         if block_size is not None and block_size > own:
             raise InputError(f"--block-size {block_size}: the drafter was made for blocks of {own}")
-        block_size = block_size or own
+        block_size = own if block_size is None else block_size
     block = DEFAULT_BLOCK if block_size is None else block_size
     return DraftSettings(mode, spec.identity, block - 1 if budget is None else budget, block)
 

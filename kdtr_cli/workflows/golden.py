@@ -86,7 +86,7 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
     check_weights(model.weights)
     embedded = options.embed_weights
     if embedded is None:
-        embedded = sum(model.weights.stored(name).nbytes for name in model.weights.names) < EMBED_LIMIT
+        embedded = sum(model.weights.stored_nbytes(name) for name in model.weights.stored_names) < EMBED_LIMIT
     truth = NumpyModel(config, model.weights, options.choices, positions, float64)
     reference = truth
     if options.exact:
@@ -112,7 +112,7 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
     with BundleWriter(options.output, "golden", options.force) as bundle:
         bundle.add_config(model.config_text)
         if embedded:
-            for name in model.weights.names:
+            for name in model.weights.stored_names:
                 bundle.add_weight(name, model.weights.stored(name))
         for first in range(0, len(prompts), _BATCH):
             group = prompts[first : first + _BATCH]

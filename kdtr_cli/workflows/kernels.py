@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kdtr_cli.engine.compile import PtxViolation, check_ptx, compile_cubin, compile_ptx, source_text
+from kdtr_cli.engine.compile import PtxViolation, check_ptx, compile_both, source_text
 from kdtr_cli.engine.devices import Device
 from kdtr_cli.engine.kernel_cases import Case, cases
 from kdtr_cli.engine.kernels import KERNELS, Kernel, sources
@@ -53,8 +53,8 @@ def compile_kernels(archs: tuple[str, ...] = ARCHITECTURES) -> Iterator[Compiled
     for file in sources():
         text = source_text(file)
         for arch in archs:
-            ptx = compile_ptx(text, arch.replace("sm_", "compute_"))
-            yield Compiled(file, arch, len(compile_cubin(text, arch)), tuple(check_ptx(ptx)))
+            cubin, ptx = compile_both(text, arch)
+            yield Compiled(file, arch, len(cubin), tuple(check_ptx(ptx)))
 
 
 def check_kernels(device: Device, kernels: list[Kernel], seed: int = 0) -> Iterator[CaseResult]:

@@ -48,7 +48,7 @@ def common_manifest(
         "model": {
             "name": model.name,
             "config_sha256": hashlib.sha256(model.config_text.encode()).hexdigest(),
-            "weights": {name: weights.stored_sha256(name) for name in weights.names},
+            "weights": {name: weights.stored_sha256(name) for name in weights.stored_names},
             "weights_used_sha256": weights.used_sha256(),
             "rope_table_sha256": rope_table_sha256(cos, sin),
             "rope_positions": positions,

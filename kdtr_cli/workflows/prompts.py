@@ -116,7 +116,7 @@ def _read_file(path: Path) -> list[_Found]:
     try:
         if path.stat().st_size > _FILE_LIMIT:
             raise InputError(f"--prompts {path}: larger than 1 GB")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode()  # read_text would end lines at a lone CR too
     except UnicodeDecodeError as error:
         raise InputError(f"--prompts {path}: not UTF-8 at byte {error.start}") from None
     except OSError as error:

@@ -127,8 +127,10 @@ def _draft(golden: Bundle, model: Model, options: RunOptions) -> Draft | None:
     own = made.get("drafter", "ngram")
     text = options.drafter or ("replay" if own.startswith("dflash:") else own)
     spec = parse_drafter(text, model.config)
-    budget = options.budget or made.get("budget")
-    block = options.block_size or (None if spec.kind == "dflash" else made.get("block_size"))
+    budget = made.get("budget") if options.budget is None else options.budget
+    block = options.block_size
+    if block is None and spec.kind != "dflash":
+        block = made.get("block_size")
     settings = draft_settings(spec, options.mode, budget, block)
     sequences = [
         Sequence(s.prompt, s.stream, s.tokens, **(_stored(golden, s, settings.horizon) if text == "replay" else {}))

@@ -57,6 +57,8 @@ def test_rounds_of_the_page_are_those_of_the_schema(page):
     section = page[page.index("`rounds/` has R rounds") : page.index("## The manifest")]
     for name in re.findall(r"`([a-z_]+)`", section):
         assert array_rule("golden", f"rounds/{name}") is not None, name
+    for path in re.findall(r"`((?:rounds|drafts)/[a-z_]+)`", section):
+        assert array_rule("golden", path) is not None, path
 
 
 def test_manifest_keys_of_the_page_are_complete(page, make):

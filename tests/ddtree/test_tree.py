@@ -75,6 +75,7 @@ class TestBuild:
         assert tree.n == min(budget, len(every))
         exact = [sum(float(logps[d, rank]) for d, rank in enumerate(r)) for r in best]
         np.testing.assert_allclose(tree.scores[1:], exact, rtol=1e-12)
+        assert tree.scores[1:].tolist() == [prefix_score(logps, r) for r in best]  # the reference's steps, to the bit
 
     @pytest.mark.parametrize("seed", range(60))
     def test_equal_scores_go_by_the_tuple_of_ranks(self, seed):
@@ -124,6 +125,24 @@ class TestBuild:
         tree = build_tree(0, ids, logps, counts, 60)
         assert tree.scores.dtype == np.float64
         assert any(score != np.float64(np.float32(score)) for score in tree.scores)
+
+    def test_scores_have_the_bits_of_the_references_steps(self):
+        """(score - logp) + next, not score + (next - logp): they part where magnitudes do."""
+        rng = np.random.default_rng(0)
+        parted = 0
+        for _ in range(40):
+            ids, logps, counts = random_marginals(rng, 3, 4)
+            logps = -np.sort(10 ** rng.uniform(-13, 2, logps.shape)).astype(np.float32)
+            tree = build_tree(0, ids, logps, counts, 100)
+            for ranks, score in zip(ranks_of(tree, ids), tree.scores, strict=True):
+                assert score == prefix_score(logps, ranks)
+                other = 0.0
+                for depth, rank in enumerate(ranks):
+                    other = other + float(logps[depth, 0])
+                    for r in range(rank):
+                        other = other + (float(logps[depth, r + 1]) - float(logps[depth, r]))
+                parted += other != score
+        assert parted
 
     @pytest.mark.parametrize(
         ("counts", "budget", "max_depth", "n"),
@@ -252,3 +271,14 @@ class TestCheck:
         parents = np.append(np.int32(-1), np.roll(np.arange(1, n + 1), 1)).astype(np.int32)
         found = check_tree(np.arange(n + 1), parents, np.zeros(n + 1, np.int32), n)
         assert sum(problem.startswith("no cycle") for problem in found) == n
+
+
+def test_a_tree_of_any_size_is_judged_in_bounded_time_and_without_overflow():
+    huge = 1 << 20
+    tokens, depths = np.arange(huge, dtype=np.int32), np.ones(huge, np.int32)
+    parents = np.arange(1, huge + 1, dtype=np.int32)  # a chain upwards: every walk would be long
+    found = check_tree(tokens, parents, depths, 16)
+    assert any(line.startswith("budget:") for line in found)
+    last = np.iinfo(np.int32).max
+    found = check_tree(np.array([5, 6, 7]), np.array([-1, 0, 1]), np.array([0, last, 1], np.int32), 4)
+    assert any("node 2 has depth 1, its parent 1 depth 2147483647" in line for line in found)

@@ -229,3 +229,9 @@ class TestTopK:
     def test_the_larger_k_is_cut_to_the_vocabulary(self):
         logits = logits_of(np.zeros((2, 3), np.float32), "top:20")
         assert (logits.form, logits.top_ids(0, 2).tolist()) == ("top3", [[0, 1, 2]] * 2)
+
+
+def test_a_signalling_nan_is_seen_without_a_warning():
+    values = np.zeros((2, 4), np.float32)
+    values.view(np.uint32)[1, 2] = 0x7F800001
+    assert logits_of(values, "top:1").top_ids(0, 2).tolist() == [[0], [2]]

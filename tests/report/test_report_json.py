@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from parity_cases import golden_side, make_tie, perturb, run_side
+from rounds_cases import round_pair, rounds_of
 
 from kdtr_cli.parity.judge import judge
 from kdtr_cli.parity.tolerances import JudgeOptions
@@ -62,6 +63,9 @@ def cases():
     golden, run = pair()
     run.manifest["choices"]["rope_angles"] = {"odd": [1, None]}
     yield "invalid", (golden, run, {})
+    golden, run = round_pair()
+    rounds_of(run, 1)["draft_top_logps"][1, 0, 0] = np.nan
+    yield "rounds", (golden, run, {})
     yield "two goldens", (golden, golden, {})
 
 
@@ -128,3 +132,49 @@ def test_the_same_report_gives_the_same_text():
     texts = {report_json(judge(golden.evidence(), run.evidence(), JudgeOptions(**options))) for _ in range(2)}
     assert len(texts) == 1
     assert next(iter(texts)).endswith("}\n")
+
+
+def test_rounds():
+    golden, run, options = CASES["rounds"]
+    document = document_of(golden, run, **options)
+    counts = [len(s.rounds["rounds/start"]) for s in golden.seqs]
+    totals = document["totals"]
+    assert (totals["rounds"], totals["rounds_judged"], totals["rounds_equal"], totals["first_round_difference"]) == (
+        "compared",
+        sum(counts),
+        counts[0] + 1,
+        [1, 1],
+    )
+    good, bad = (s["rounds"] for s in document["sequences"])
+    tau = golden.one.rounds["rounds/n_accepted"].mean()
+    assert good == {
+        "compared": True,
+        "golden_rounds": counts[0],
+        "run_rounds": counts[0],
+        "golden_tau": tau,
+        "run_tau": tau,
+        "judged": counts[0],
+        "equal": counts[0],
+        "first_difference": None,
+        "first_open": None,
+        "all_bits": True,
+    }
+    before = float(golden.seqs[1].rounds["rounds/draft_top_logps"][1, 0, 0])
+    assert bad["first_difference"] == {
+        "round": 1,
+        "position": int(golden.seqs[1].rounds["rounds/start"][1]),
+        "part": "marginals",
+        "what": f"depth 1, rank 0 has log-probability nan, golden {np.float32(before)!s}",
+        "golden": before,
+        "run": "nan",
+        "follows": False,
+    }
+    assert document["findings"][0]["code"] == "rounds.marginals"
+    assert (document["findings"][0]["golden"], document["findings"][0]["run"]) == (before, "nan")
+
+
+def test_without_rounds():
+    document = document_of(*pair())
+    assert document["totals"]["rounds"] is None
+    assert document["totals"]["first_round_difference"] is None
+    assert document["sequences"][0]["rounds"] is None

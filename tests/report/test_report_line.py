@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from parity_cases import golden_side, make_tie, perturb, run_side
+from rounds_cases import round_pair, rounds_of
 
 from kdtr_cli.parity.judge import judge
 from kdtr_cli.parity.tolerances import JudgeOptions
@@ -181,6 +182,46 @@ class TestFurtherPairs:
         golden.one.logits = {k: v[:20] for k, v in golden.one.logits.items()}
         assert line(golden, run) == (
             "FAIL ar tokens=20/20 first_divergence=0:20 max_abs_logit_diff=0.000e+00 verdict=DIVERGED"
+        )
+
+
+class TestRounds:
+    """Where both sides drafted alike: how many rounds agree, and the first that does not."""
+
+    def test_all_equal(self):
+        golden, run = round_pair(sequences=1, steps=24)
+        count = len(golden.one.rounds["rounds/start"])
+        assert line(golden, run) == (
+            f"PASS ddtree tokens=24/24 exact max_abs_logit_diff=0.000e+00 rounds={count}/{count} verdict=IDENTICAL"
+        )
+
+    def test_the_first_that_differs_by_sequence_and_round(self):
+        golden, run = round_pair(sequences=3, steps=24)
+        counts = [len(s.rounds["rounds/start"]) for s in golden.seqs]
+        rounds_of(run, 1)["bonus"][2] ^= 1
+        rounds_of(run, 2)["bonus"][1] ^= 1
+        assert line(golden, run) == (
+            "FAIL ddtree tokens=72/72 exact max_abs_logit_diff=0.000e+00 "
+            f"rounds={counts[0] + 2 + 1}/{sum(counts)} first_round_difference=1:2 verdict=DIVERGED"
+        )
+
+    def test_the_pairs_stand_between_the_logits_and_the_digests(self):
+        golden, run = round_pair(sequences=2, steps=24, score=True)
+        rounds_of(run)["bonus"][0] ^= 1
+        run.manifest["model"]["weights_used_sha256"] = None
+        for s in run.seqs:
+            s.prompt_logits = {}
+        assert re.search(
+            r" prompt_logits=not-compared rounds=\d+/\d+ first_round_difference=0:0 weights=unverified"
+            r" sequences=1/2 verdict=DIVERGED$",
+            line(golden, run, select=("s0",)),
+        )
+
+    def test_other_drafting_is_not_compared(self):
+        golden, run = round_pair(sequences=1, steps=24)
+        run.manifest["drafting"]["drafter"] = "ngram"
+        assert line(golden, run) == (
+            "PASS ddtree tokens=24/24 exact max_abs_logit_diff=0.000e+00 rounds=not-compared verdict=IDENTICAL"
         )
 
 

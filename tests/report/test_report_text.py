@@ -5,7 +5,9 @@ import re
 import numpy as np
 import pytest
 from parity_cases import golden_side, make_tie, perturb, run_side
+from rounds_cases import round_pair, rounds_of
 
+from kdtr_cli.parity.evidence import RoundProblem
 from kdtr_cli.parity.judge import judge
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.report.line import verdict_line
@@ -177,3 +179,68 @@ class TestContent:
         golden, run = pair()
         perturb(run, 1e-3)
         assert "0 identical; max abs " in text_of(golden, run, atol=1e-2)
+
+
+class TestRounds:
+    def lines(self, golden, run, **options):
+        return [line for line in text_of(golden, run, **options).splitlines() if line.startswith("  rounds ")]
+
+    def test_one_line_a_sequence_with_the_acceptance_length(self):
+        golden, run = round_pair(sequences=2, steps=24)
+        taus = [s.rounds["rounds/n_accepted"].mean() for s in golden.seqs]
+        assert self.lines(golden, run) == [
+            f"  rounds {n} of {n} equal; tau golden {tau:.2f}, run {tau:.2f}"
+            for n, tau in zip((len(s.rounds["rounds/start"]) for s in golden.seqs), taus, strict=True)
+        ]
+
+    def test_the_first_difference_and_both_values(self):
+        golden, run = round_pair(sequences=2, steps=24)
+        a = rounds_of(run, 1)
+        old, start = int(a["root"][0]), int(a["start"][0])
+        a["root"][0] ^= 1
+        a["n_accepted"][...] = 1
+        run.seqs[1].rounds["rounds/accepted"] = np.zeros(len(a["start"]), np.int32)
+        count, tau = len(a["start"]), golden.seqs[1].rounds["rounds/n_accepted"].mean()
+        assert self.lines(golden, run)[1] == (
+            f"  rounds 0 of {count} equal; tau golden {tau:.2f}, run 1.00; first difference in "
+            f"round 0 (position {start}): the root is {old ^ 1}, golden {old}"
+        )
+
+    def test_the_finding_says_it_too(self):
+        golden, run = round_pair(sequences=1, steps=24)
+        a = rounds_of(run)
+        old = int(a["bonus"][2])
+        a["bonus"][2] = 7 if old != 7 else 8
+        text = text_of(golden, run)
+        place = f"round 2 (position {a['start'][2]}): the bonus is {a['bonus'][2]}, golden {old}"
+        assert f"equal; tau golden {a['n_accepted'].mean():.2f}" in text
+        assert f"; first difference in {place}\n" in text
+        assert f"error   sequence 's0': {place} [rounds.bonus]\n" in text
+
+    def test_rounds_that_are_not_compared(self):
+        golden, run = round_pair(sequences=1, steps=24)
+        count, tau = len(golden.one.rounds["rounds/start"]), golden.one.rounds["rounds/n_accepted"].mean()
+        run.manifest["drafting"]["budget"] = 9
+        assert self.lines(golden, run) == [
+            f"  rounds not compared: golden {count} rounds (tau {tau:.2f}), run {count} rounds (tau {tau:.2f})"
+        ]
+        assert "note    rounds are not compared: other budgets: golden 6, run 9 (drafting.budget)" in (
+            text_of(golden, run)
+        )
+        golden.one.rounds = {}
+        assert self.lines(golden, run)[0].startswith("  rounds not compared: golden none to read, run ")
+
+    def test_rounds_that_can_t_be_read(self):
+        golden, run = round_pair(sequences=1, steps=24)
+        run.one.problems = (RoundProblem("round 2: no cycle: node 5 is its own ancestor", True, 2),)
+        assert self.lines(golden, run)[0].endswith(", run none to read")
+        assert "the run's rounds are malformed: round 2: no cycle: node 5 is its own ancestor [rounds.malformed]" in (
+            text_of(golden, run)
+        )
+
+    def test_no_round_has_no_acceptance_length(self):
+        golden, run = round_pair(sequences=1, steps=1)
+        assert self.lines(golden, run) == ["  rounds 0 of 0 equal; tau golden -, run -"]
+
+    def test_plain_decoding_has_no_such_line(self):
+        assert self.lines(*pair()) == []

@@ -27,6 +27,8 @@ from kdtr_cli.workflows.golden import GoldenOptions, make_golden
 from kdtr_cli.workflows.prompts import PromptOptions
 from kdtr_cli.workflows.verify import verify_bundle
 
+pytestmark = pytest.mark.quick
+
 KIMI = Path(__file__).parents[2] / "fixtures" / "tiny-kimi"
 TWO = PromptOptions(ids=("1 2 3", "7 8"))
 

@@ -143,12 +143,12 @@ class TestFiles:
         ]
 
     def test_txt_is_one_prompt_a_line(self, tmp_path):
-        lines = ["Once upon", " a time\u2028there was", "dogs\x0bcats"]
+        lines = ["Once upon", " a time\u2028there was", "dogs\x0bcats", "one\rline"]
         path = self.write(tmp_path, "\r\n".join(lines) + "\n", "p.txt")
         encode = load_tokenizer(KIMI_FOLDER).encode
         prompts = collect(KIMI, KIMI_FOLDER, file=path)
         assert [p.ids.tolist() for p in prompts] == [encode(line) for line in lines]
-        assert [p.id for p in prompts] == ["0", "1", "2"]
+        assert [p.id for p in prompts] == ["0", "1", "2", "3"]
 
     def test_all_sources_in_order(self, tmp_path):
         path = self.write(tmp_path, '{"id": "f", "ids": [5]}\n')
