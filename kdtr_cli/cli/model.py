@@ -1,4 +1,4 @@
-"""`kdtr model`: make a model folder from a preset, and show what a model is."""
+"""`kdtr model`: make a model folder from a preset or in another format, and show what a model is."""
 
 import json
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ import click
 
 from kdtr_cli.cli import console
 from kdtr_cli.model.presets import PRESETS, write_model
+from kdtr_cli.model.requantise import FORMATS, quantise_model
 from kdtr_cli.model.source import open_model
 from kdtr_cli.model.summary import summary
 
@@ -36,6 +37,25 @@ def new(preset: str, output: Path, seed: int, force: bool) -> None:
     """
     write_model(output, preset, seed, force)
     console.results().print(f"{output}: {preset} with weights from seed {seed}")
+
+
+@model.command(short_help="Write a model folder anew as INT4, FP8 or bf16.")
+@click.argument("source", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--to", "form", required=True, type=click.Choice(FORMATS), help="The format to write.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to make.")
+@click.option("--force", is_flag=True, help="Replace a folder that kdtr made.")
+def quantize(source: Path, form: str, output: Path, force: bool) -> None:
+    """Write the model folder DIR anew in another format, in the layout of the published checkpoints.
+
+    int4 packs the routed experts in groups of 32 (Kimi-K2.6), fp8 scales every projection in blocks of 128 x 128
+    (DeepSeek-V3), bf16 takes quantisation away. The tokenizer comes along. The folder appears complete or not at all.
+    """
+    with console.progress() as bar:
+        task = bar.add_task(form, total=None)
+        notes = quantise_model(source, output, form, force, lambda n, of: bar.update(task, completed=n, total=of))
+    for note in notes:
+        console.notes().print(f"kdtr: note: {note}")
+    console.results().print(f"{output}: {source} as {form}")
 
 
 @model.command(short_help="Show a model's sizes, parameters, router and rope.")

@@ -16,7 +16,7 @@ from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import ModelConfig, load_config
 from kdtr_cli.model.fields import Fields, read_json, shown
 from kdtr_cli.model.safetensors_file import DTYPES, Region, SafetensorsFile
-from kdtr_cli.model.tensors import expected_tensors
+from kdtr_cli.model.tensors import StoredTensor, expected_tensors, stored_tensors
 
 __all__ = ["Checkpoint", "expected_tensors", "open_checkpoint", "to_float32"]
 
@@ -37,7 +37,8 @@ def to_float32(stored: np.ndarray) -> np.ndarray:
 
 
 class Checkpoint:
-    """Tensors by Hugging Face name without the config's tensor_prefix, one per expert also where experts are fused.
+    """Stored tensors by Hugging Face name without the config's tensor_prefix, one per expert also where experts are
+    fused; of a quantised weight its parts, as tensors.stored_tensors names them.
 
     ``notes`` are lines about what the folder holds and kdtr does not read. A name that is not there is a KeyError.
     """
@@ -55,7 +56,7 @@ class Checkpoint:
         return self._found[name][1].shape
 
     def dtype(self, name: str) -> str:
-        """'F32', 'F16' or 'BF16'."""
+        """'F32', 'F16' or 'BF16'; of quantised parts also 'I32', 'I64' and 'F8_E4M3'."""
         return self._found[name][1].dtype
 
     def nbytes(self, name: str) -> int:
@@ -63,12 +64,12 @@ class Checkpoint:
         return self._found[name][1].length
 
     def stored(self, name: str) -> np.ndarray:
-        """The values in their stored dtype (ml_dtypes.bfloat16, float16, float32), read now; read-only."""
+        """The values in their stored dtype (STORED_DTYPES says which array dtype that is), read now; read-only."""
         file, region = self._found[name]
         return file.array(name, region)
 
     def read(self, name: str) -> np.ndarray:
-        """The values as used: float32, exactly those stored, C-contiguous."""
+        """The values of a tensor that is not quantised, as used: float32, exactly those stored, C-contiguous."""
         return to_float32(self.stored(name))
 
     def read_bytes(self, name: str) -> bytes:
@@ -208,27 +209,37 @@ def _cut(
 
 
 def _check(found: Found, config: ModelConfig, folder: Path) -> None:
-    expected = expected_tensors(config)
-    for name, shape in expected.items():
+    expected = {part: tensor for parts in stored_tensors(config).values() for part, tensor in parts.items()}
+    for name, tensor in expected.items():
         if name not in found:
-            raise InputError(f"{folder}: tensor {config.tensor_prefix}{name} is missing")
+            raise InputError(f"{folder}: tensor {config.tensor_prefix}{name} is missing{_instead(name, found)}")
         file, region = found[name]
-        if region.shape != shape:
-            raise InputError(
-                f"{file.path}: tensor {config.tensor_prefix}{name} has shape {list(region.shape)}; "
-                f"the config needs {list(shape)}"
-            )
-        if region.dtype not in DTYPES:
-            raise InputError(
-                f"{file.path}: tensor {config.tensor_prefix}{name} has dtype {region.dtype}; "
-                "kdtr takes F32, F16 and BF16"
-            )
+        where = f"{file.path}: tensor {config.tensor_prefix}{name}"
+        if region.shape != tensor.shape:
+            raise InputError(f"{where} has shape {list(region.shape)}; the config needs {list(tensor.shape)}")
+        if region.dtype not in tensor.dtypes:
+            raise InputError(f"{where} has dtype {region.dtype}; kdtr takes {_dtypes(tensor)}")
     tied = found.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     if tied is not None:
         _check_tied(*tied, *found["model.embed_tokens.weight"])
     for name, (file, _) in found.items():
         if name not in expected:
             raise InputError(f"{file.path}: tensor {config.tensor_prefix}{name} has no place in this model")
+
+
+def _instead(name: str, found: Found) -> str:
+    """Says so where a weight is stored in another form than quantization_config has it."""
+    base, _, last = name.rpartition(".")
+    if last == "weight" and f"{name}_packed" in found:
+        return "; it is stored packed, but quantization_config does not quantise it"
+    if last == "weight_packed" and f"{base}.weight" in found:
+        return f"; {base}.weight is there, but quantization_config quantises it"
+    return ""
+
+
+def _dtypes(tensor: StoredTensor) -> str:
+    first, last = ", ".join(tensor.dtypes[:-1]), tensor.dtypes[-1]
+    return f"{first} and {last}" if first else f"{last} (quantization_config quantises it)"
 
 
 def _check_tied(head_file: SafetensorsFile, head: Region, file: SafetensorsFile, embedding: Region) -> None:

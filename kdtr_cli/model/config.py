@@ -10,15 +10,16 @@ modeling_deepseek_v2/v3.py (yarn_apply_mscale).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.fields import Fields, read_json, shown
+from kdtr_cli.model.quantisation import Quantisation, parse_quantisation
 from kdtr_cli.model.yarn import RopeScaling, get_mscale, parse_rope
 
-__all__ = ["ModelConfig", "RopeScaling", "get_mscale", "load_config", "parse_config"]
+__all__ = ["ModelConfig", "Quantisation", "RopeScaling", "get_mscale", "load_config", "parse_config"]
 
 V3_TYPES = ("deepseek_v3", "kimi_k2")
 NESTED_TYPE = "kimi_k25"
@@ -107,6 +108,7 @@ class ModelConfig:
     torch_dtype: str
     tensor_prefix: str
     is_v2: bool
+    quantisation: Quantisation | None = None
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer (from 0) has routed experts; the others have one dense MLP of intermediate_size."""
@@ -195,7 +197,6 @@ def parse_config(
 def _parse_nested(outer: Fields, stops: tuple[int, ...] | None) -> ModelConfig:
     """The Kimi-K2.5 layout: text_config inside, a few keys repeated outside, which must agree."""
     outer.asked.update(_VISION.split())
-    _refuse_quantised(outer)
     text = outer.table("text_config")
     if text is None:
         raise outer.fail("text_config", "the language model's config as a JSON object")
@@ -218,6 +219,11 @@ def _parse_nested(outer: Fields, stops: tuple[int, ...] | None) -> ModelConfig:
     inner.obj = merged
     config = _parse_text(inner, "language_model.", stops)
     inner.refuse_unknown()
+    outside = parse_quantisation(outer)
+    if outside and config.quantisation and outside != config.quantisation:
+        name = "quantization_config"
+        raise InputError(f"{outer.where}: {name} and text_config.{name} contradict each other; keep one")
+    config = replace(config, quantisation=config.quantisation or outside)
     for name in ("is_encoder_decoder", "chunk_size_feed_forward"):
         outer.only(name, *FIXED[name])
     outer.refuse_unknown()
@@ -226,7 +232,6 @@ def _parse_nested(outer: Fields, stops: tuple[int, ...] | None) -> ModelConfig:
 
 def _parse_text(f: Fields, tensor_prefix: str, stops: tuple[int, ...] | None) -> ModelConfig:
     is_v2 = f.raw("model_type") == "deepseek_v2"
-    _refuse_quantised(f)
     for name, values in FIXED.items():
         f.only(name, *values)
     heads = f.integer("num_attention_heads")
@@ -274,6 +279,7 @@ def _parse_text(f: Fields, tensor_prefix: str, stops: tuple[int, ...] | None) ->
         torch_dtype=_parse_dtype(f),
         tensor_prefix=tensor_prefix,
         is_v2=is_v2,
+        quantisation=parse_quantisation(f),
     )
 
 
@@ -352,13 +358,3 @@ def _parse_dtype(f: Fields) -> str:
     if old and new and old != new:
         raise InputError(f"{f.where}: {f.prefix}torch_dtype is {shown(old)} but dtype is {shown(new)}; they must agree")
     return new or old or "float32"
-
-
-def _refuse_quantised(f: Fields) -> None:
-    if f.has("quantization_config"):
-        table = f.raw("quantization_config")
-        method = table.get("quant_method") if isinstance(table, dict) else table
-        raise InputError(
-            f"{f.where}: {f.prefix}quantization_config (quant_method {shown(method)}): quantised checkpoints are not "
-            "supported; use a bf16, fp16 or fp32 checkpoint"
-        )

@@ -8,9 +8,7 @@ machine makes the same bytes.
 import hashlib
 import json
 import math
-import os
-import secrets
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,10 @@ import safetensors.numpy
 
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import ModelConfig, parse_config
+from kdtr_cli.model.folder import check_place, new_folder, write_synced
 from kdtr_cli.model.tensors import expected_tensors
 
-__all__ = ["PRESETS", "new_weights", "preset_text", "write_model"]
-
-FILES = ("config.json", "generation_config.json", "model.safetensors")
+__all__ = ["PRESETS", "generation_text", "new_weights", "preset_text", "weight_blocks", "write_model"]
 
 _YARN = {
     "beta_fast": 32.0,
@@ -130,6 +127,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 _LATENT_GAIN = 0.125  # of what the latent norms get: small latents let the choice of their eps show
 _QUIET_STOP = 0.25  # the stop token's row of lm_head against the others': a random model rarely stops by itself
+_FLOAT32 = "e_score_correction_bias"  # the one weight that is no bfloat16
+_AT_ONCE = 1 << 16  # words: what is made of them stays in a processor's cache
 _WORDS_STD = (4 * (65536**2 - 1) / 12) ** 0.5  # of the sum of four uniform 16-bit integers
 
 
@@ -149,36 +148,53 @@ def new_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
     continuations of random prompts wander: about 50 different tokens in 64. A tensor's values depend on the seed, its
     name and its shape only. InputError for a seed outside 0 … 2^64 − 1.
     """
-    if not 0 <= seed < 2**64:
-        raise InputError(f"seed {seed}: allowed are integers from 0 to 2^64 - 1")
     out: dict[str, np.ndarray] = {}
     for name, shape in expected_tensors(config).items():
-        words = _words(seed, name, int(np.prod(shape)))
-        if name.endswith("e_score_correction_bias"):
-            out[name] = (-0.6 - 0.5 * _uniform(words)).astype(np.float32).reshape(shape)
-            continue
-        if name.endswith("norm.weight"):
-            values = 0.5 + _uniform(words)
-        elif name.endswith(".bias"):
-            values = _near_normal(words, 0.1)
-        else:
-            values = _near_normal(words, 1.0 if "embed_tokens" in name else 1.0 / math.sqrt(shape[-1]))
-        values = values.reshape(shape)
-        if "q_a_proj" in name:
-            values *= _LATENT_GAIN
-        if "kv_a_proj" in name:
-            values[: config.kv_lora_rank] *= _LATENT_GAIN
-        if name == "lm_head.weight":
-            for token in config.eos_token_ids:
-                values[token] *= _QUIET_STOP
-        out[name] = values.astype(np.float32).astype(ml_dtypes.bfloat16)
+        (values,) = weight_blocks(config, seed, name, shape, shape[0])
+        out[name] = values if name.endswith(_FLOAT32) else values.astype(ml_dtypes.bfloat16)
     return out
 
 
-def _words(seed: int, name: str, n: int) -> np.ndarray:
-    """n raw 64-bit words of a Philox stream that belongs to (seed, name)."""
+def weight_blocks(config: ModelConfig, seed: int, name: str, shape: tuple[int, ...], rows: int) -> Iterator[np.ndarray]:
+    """The float32 values of one weight of new_weights, before they are rounded to bfloat16, ``rows`` rows at a time."""
+    if not 0 <= seed < 2**64:
+        raise InputError(f"seed {seed}: allowed are integers from 0 to 2^64 - 1")
+    stream = _stream(seed, name)
+    width = math.prod(shape[1:])
+    for first in range(0, shape[0], rows):
+        count = min(rows, shape[0] - first)
+        block = np.empty((count, *shape[1:]), np.float32)
+        flat = block.reshape(-1)
+        for at in range(0, count * width, _AT_ONCE):
+            part = flat[at : at + _AT_ONCE]
+            part[:] = _values(stream.random_raw(len(part)), name, shape)
+        # powers of two: exact, before or after rounding
+        if "q_a_proj" in name:
+            block *= _LATENT_GAIN
+        if "kv_a_proj" in name:
+            block[: max(0, config.kv_lora_rank - first)] *= _LATENT_GAIN
+        if name == "lm_head.weight":
+            for token in config.eos_token_ids:
+                if first <= token < first + count:
+                    block[token - first] *= _QUIET_STOP
+        yield block
+
+
+def _values(words: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """float64 values from random words, one each."""
+    if name.endswith(_FLOAT32):
+        return -0.6 - 0.5 * _uniform(words)
+    if name.endswith("norm.weight"):
+        return 0.5 + _uniform(words)
+    if name.endswith(".bias"):
+        return _near_normal(words, 0.1)
+    return _near_normal(words, 1.0 if "embed_tokens" in name else 1.0 / math.sqrt(shape[-1]))
+
+
+def _stream(seed: int, name: str) -> np.random.Philox:
+    """The Philox stream of raw 64-bit words that belongs to (seed, name)."""
     key = int.from_bytes(hashlib.sha256(f"kdtr preset weights {seed} {name}".encode()).digest()[:16], "little")
-    return np.random.Philox(key=key).random_raw(n)
+    return np.random.Philox(key=key)
 
 
 def _uniform(words: np.ndarray) -> np.ndarray:
@@ -201,78 +217,25 @@ def _preset(name: str) -> dict[str, Any]:
 def write_model(folder: Path | str, preset: str, seed: int = 0, force: bool = False) -> None:
     """Write a preset as a Hugging Face folder: config.json, generation_config.json, model.safetensors.
 
-    The folder appears complete or not at all: it is written under a temporary name beside its place and renamed. An
-    existing path is refused without ``force``; with it, only a folder that holds nothing but these three files (or
-    nothing at all) is replaced. InputError for every refusal and for a place that cannot be written.
+    The folder appears complete or not at all; see folder.new_folder for what ``force`` replaces. InputError for every
+    refusal and for a place that cannot be written.
     """
     folder = Path(folder)
     obj = _preset(preset)
-    _check_place(folder, force)
+    check_place(folder, force)
     weights = new_weights(parse_config(obj, where=f"preset {preset}"), seed)
-    generation = {"bos_token_id": obj["bos_token_id"], "do_sample": False, "eos_token_id": obj["eos_token_id"]}
     files = {
         "config.json": preset_text(preset).encode(),
-        "generation_config.json": (json.dumps(generation, indent=2) + "\n").encode(),
+        "generation_config.json": generation_text(obj).encode(),
         # one metadata key only: the library writes several in a random order
         "model.safetensors": safetensors.numpy.save(weights, metadata={"format": "pt"}),
     }
-    temporary = folder.absolute().parent / f".{folder.name}.{secrets.token_hex(4)}.tmp"
-    try:
-        temporary.mkdir()
+    with new_folder(folder, force) as temporary:
         for name, data in files.items():
-            _write_synced(temporary / name, data)
-        _sync(temporary)
-        if folder.is_dir():
-            _replace(folder, temporary)
-        else:
-            temporary.rename(folder)
-        _sync(folder.absolute().parent)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written ({error.strerror})") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            write_synced(temporary / name, data)
 
 
-def _replace(folder: Path, new: Path) -> None:
-    """Two renames: for a moment nothing stands under the name, but never something half-written."""
-    old = new.with_suffix(".old")
-    folder.rename(old)
-    try:
-        new.rename(folder)
-    except BaseException:
-        old.rename(folder)
-        raise
-    shutil.rmtree(old)
-
-
-def _check_place(folder: Path, force: bool) -> None:
-    if folder.name in ("", ".."):
-        raise InputError(f"{folder}: name a new folder for the model")
-    if not folder.absolute().parent.is_dir():
-        raise InputError(f"{folder}: the folder above it does not exist; create it first")
-    if not folder.is_symlink() and not folder.exists():
-        return
-    if not force:
-        raise InputError(f"{folder}: already exists; pass --force to replace it")
-    if folder.is_symlink() or not folder.is_dir():
-        raise InputError(f"{folder}: not a folder; remove it or choose another name")
-    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in FILES or not entry.is_file())
-    if foreign:
-        raise InputError(
-            f"{folder}: holds {foreign[0]}, which `kdtr model new` did not write; remove the folder yourself"
-        )
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def generation_text(obj: dict[str, Any]) -> str:
+    """The generation_config.json of a preset."""
+    generation = {"bos_token_id": obj["bos_token_id"], "do_sample": False, "eos_token_id": obj["eos_token_id"]}
+    return json.dumps(generation, indent=2) + "\n"

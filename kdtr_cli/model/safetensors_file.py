@@ -20,13 +20,19 @@ import numpy as np
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.fields import parse_json, shown
 
-__all__ = ["DTYPES", "Region", "SafetensorsFile"]
+__all__ = ["DTYPES", "STORED_DTYPES", "Region", "SafetensorsFile"]
 
 MAX_HEADER = 100 << 20  # bytes; the safetensors library has the same limit
 BLOCK = 1 << 22  # bytes read at a time where a digest is made
 
 #: dtypes that kdtr computes with, by their name in the header
 DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
+#: and those that quantised weights are stored in
+STORED_DTYPES = DTYPES | {
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
 _SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
@@ -122,8 +128,8 @@ class SafetensorsFile:
             done += got
 
     def array(self, name: str, region: Region) -> np.ndarray:
-        """The values of a region in their stored dtype (F32, F16, BF16), read-only; ``name`` for messages."""
-        out = np.empty(region.shape, DTYPES[region.dtype])
+        """The values of a region in their stored dtype (of STORED_DTYPES), read-only; ``name`` for messages."""
+        out = np.empty(region.shape, STORED_DTYPES[region.dtype])
         self._fill(memoryview(out.reshape(-1).view(np.uint8)), region.start, f"tensor {name}")
         out.flags.writeable = False
         return out

@@ -35,13 +35,14 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
 def summary(model: Model) -> dict[str, Any]:
     """JSON-able description (schema kdtr.model/1). Bytes are those of the tensors as stored.
 
-    Reads headers only for a folder. ``tensors`` counts by stored dtype, one per expert also where they are fused.
+    Reads headers only for a folder. ``tensors`` counts stored tensors by dtype, one per expert also where they are
+    fused, and each part of a quantised weight.
     """
     c = model.config
     total, active = count_parameters(c)
     dtypes: dict[str, int] = {}
     stored_bytes = 0
-    for name in model.weights.names:
+    for name in model.weights.stored_names:
         dtype = model.weights.stored_dtype(name)
         dtypes[dtype] = dtypes.get(dtype, 0) + 1
         stored_bytes += model.weights.stored_nbytes(name)
@@ -64,7 +65,12 @@ def summary(model: Model) -> dict[str, Any]:
         "schema": "kdtr.model/1",
         "name": model.name,
         "parameters": {"total": total, "active": active},
-        "tensors": {"count": len(model.weights), "bytes": stored_bytes, "dtypes": dict(sorted(dtypes.items()))},
+        "tensors": {
+            "count": len(model.weights.stored_names),
+            "bytes": stored_bytes,
+            "dtypes": dict(sorted(dtypes.items())),
+        },
+        "quantisation": None if c.quantisation is None else c.quantisation.described(),
         "layers": {"dense": c.num_hidden_layers - moe_layers, "moe": moe_layers},
         "sizes": {
             "vocabulary": c.vocab_size,

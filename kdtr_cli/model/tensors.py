@@ -1,11 +1,50 @@
-"""Which tensors a model has: Hugging Face names and shapes, one tensor per expert and projection.
+"""Which tensors a model has, and which ones a checkpoint stores them in: Hugging Face names, shapes and dtypes.
 
-Names: modeling_deepseek_v2/v3.py of transformers and of the published checkpoints. A projection is [out, in].
+One tensor per expert and projection; a projection is [out, in]. Names: modeling_deepseek_v2/v3.py of transformers and
+of the published checkpoints; of quantised weights, compressed-tensors' PackedQuantizationCompressor and DeepSeek-V3's
+README_WEIGHTS.md.
 """
 
-from kdtr_cli.model.config import ModelConfig
+from dataclasses import dataclass
 
-__all__ = ["expected_tensors"]
+from kdtr_cli.model.config import ModelConfig
+from kdtr_cli.model.quant import part_names
+from kdtr_cli.model.quantisation import Quantisation
+
+__all__ = ["StoredTensor", "expected_tensors", "stored_tensors"]
+
+_FLOATS = ("F32", "F16", "BF16")
+# compressed-tensors itself writes the shape as I64, the published checkpoints have I32
+_INT4_DTYPES = (("I32",), ("BF16", "F16", "F32"), ("I32", "I64"))
+_FP8_DTYPES = (("F8_E4M3",), ("F32", "BF16"))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: its shape, and the dtypes (safetensors' names) that it may have."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+
+
+def stored_tensors(config: ModelConfig) -> dict[str, dict[str, StoredTensor]]:
+    """Weight name → the stored tensors that make it: itself, or the parts of a quantised one, the values first."""
+    how = config.quantisation
+    out: dict[str, dict[str, StoredTensor]] = {}
+    for name, shape in expected_tensors(config).items():
+        if how is None or not how.covers(name, config.tensor_prefix):
+            out[name] = {name: StoredTensor(shape, _FLOATS)}
+        else:
+            dtypes = _INT4_DTYPES if how.method == "int4" else _FP8_DTYPES
+            parts = zip(part_names(how.method, name), _part_shapes(how, *shape), dtypes, strict=True)
+            out[name] = {part: StoredTensor(size, allowed) for part, size, allowed in parts}
+    return out
+
+
+def _part_shapes(how: Quantisation, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
+    if how.method == "int4":
+        return (rows, -(-columns // 8)), (rows, -(-columns // how.group_size)), (2,)
+    return (rows, columns), (-(-rows // how.block[0]), -(-columns // how.block[1]))
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,10 @@
 """A model's weights as used: float32 arrays by Hugging Face name, read when asked for (numerics.md rule 7).
 
-bf16 and fp16 values are float32 values, so the conversion is exact; the float64 reference starts from the same numbers.
+bf16 and fp16 values are float32 values, so the conversion is exact; quantised weights are dequantised to float32 when
+they are read (kdtr_cli.model.quant). The float64 reference starts from the same numbers.
+
+A quantised weight has one name here and several stored tensors: what is said of stored tensors goes by their own names
+(``stored_names``), which are the weights' names where nothing is quantised.
 """
 
 import hashlib
@@ -11,12 +15,13 @@ import numpy as np
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.checkpoint import Checkpoint, to_float32
 from kdtr_cli.model.config import ModelConfig
-from kdtr_cli.model.safetensors_file import DTYPES
-from kdtr_cli.model.tensors import expected_tensors
+from kdtr_cli.model.quant import dequantise
+from kdtr_cli.model.safetensors_file import DTYPES, STORED_DTYPES
+from kdtr_cli.model.tensors import StoredTensor, expected_tensors, stored_tensors
 
 __all__ = ["Weights", "to_float32"]
 
-_STORED = {dtype: name for name, dtype in DTYPES.items()}
+_STORED = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 _BLOCK = 1 << 20  # elements looked at a time
 
@@ -54,6 +59,9 @@ class Weights:
         self.config = config
         self.shapes = expected_tensors(config)
         self.names: tuple[str, ...] = tuple(sorted(self.shapes))
+        self._parts = {name: tuple(parts) for name, parts in stored_tensors(config).items()}
+        self.stored_names: tuple[str, ...] = tuple(sorted(part for parts in self._parts.values() for part in parts))
+        self._stored = frozenset(self.stored_names)
         self._source = source
         self._cache: dict[str, np.ndarray] | None = {} if cache else None
         self._checked: set[str] = set()
@@ -65,21 +73,18 @@ class Weights:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], config: ModelConfig, cache: bool = True) -> "Weights":
-        """Weights from arrays in their stored dtype (float32, float16 or ml_dtypes.bfloat16), one per expert.
+        """Weights from arrays in their stored dtype (float32, float16, ml_dtypes.bfloat16), one per expert.
 
-        InputError for a missing or left-over name, a wrong shape, another dtype.
+        Of a quantised weight its parts: int32 and int64, ml_dtypes.float8_e4m3fn, and scales. InputError for a missing
+        or left-over name, a wrong shape, another dtype.
         """
-        shapes = expected_tensors(config)
-        for name, shape in shapes.items():
+        expected = {part: tensor for parts in stored_tensors(config).values() for part, tensor in parts.items()}
+        for name, tensor in expected.items():
             if name not in arrays:
                 raise InputError(f"tensor {name} is missing")
-            got = arrays[name]
-            if tuple(got.shape) != shape:
-                raise InputError(f"tensor {name} has shape {list(got.shape)}; the config needs {list(shape)}")
-            if got.dtype not in _STORED:
-                raise InputError(f"tensor {name} has dtype {got.dtype}; kdtr takes float32, float16 and bfloat16")
+            _check_array(name, arrays[name], tensor)
         for name in arrays:
-            if name not in shapes:
+            if name not in expected:
                 raise InputError(f"tensor {name} has no place in this model")
         return cls(_Arrays(arrays), config, cache)
 
@@ -101,7 +106,11 @@ class Weights:
         return self._cache[name]
 
     def _load(self, name: str) -> np.ndarray:
-        values = to_float32(self._source.stored(name)).view()
+        parts = {part: self._source.stored(part) for part in self._parts[name]}
+        if self.config.quantisation is not None and len(parts) > 1:
+            values = dequantise(self.config.quantisation, name, self.shapes[name], parts)
+        else:
+            values = to_float32(parts[name]).view()
         if name not in self._checked:
             _check_finite(name, values)
             self._checked.add(name)
@@ -109,20 +118,20 @@ class Weights:
         return values
 
     def stored(self, name: str) -> np.ndarray:
-        """The array in its stored dtype (ml_dtypes.bfloat16, float16 or float32), read-only."""
-        return self._source.stored(self._own(name))
+        """A stored tensor in its stored dtype (STORED_DTYPES), read-only; KeyError for a packed weight's own name."""
+        return self._source.stored(self._own_stored(name))
 
     def stored_dtype(self, name: str) -> str:
-        """'BF16', 'F16' or 'F32'."""
-        return self._source.dtype(self._own(name))
+        """'BF16', 'F16' or 'F32'; of quantised parts also 'I32', 'I64' and 'F8_E4M3'."""
+        return self._source.dtype(self._own_stored(name))
 
     def stored_nbytes(self, name: str) -> int:
-        """Bytes as stored."""
-        return self._source.nbytes(self._own(name))
+        """Bytes of a stored tensor."""
+        return self._source.nbytes(self._own_stored(name))
 
     def stored_sha256(self, name: str) -> str:
-        """SHA-256 of the tensor's bytes as stored (little endian, row after row)."""
-        return self._source.sha256(self._own(name))
+        """SHA-256 of a stored tensor's bytes (little endian, row after row)."""
+        return self._source.sha256(self._own_stored(name))
 
     def used_sha256(self) -> str:
         """SHA-256 over all names in sorted order of the values as used, one tensor in memory at a time.
@@ -145,6 +154,20 @@ class Weights:
         if name not in self.shapes:
             raise KeyError(name)
         return name
+
+    def _own_stored(self, name: str) -> str:
+        name = self._alias(name)
+        if name not in self._stored:
+            raise KeyError(name)
+        return name
+
+
+def _check_array(name: str, array: np.ndarray, tensor: StoredTensor) -> None:
+    if tuple(array.shape) != tensor.shape:
+        raise InputError(f"tensor {name} has shape {list(array.shape)}; the config needs {list(tensor.shape)}")
+    if _STORED.get(array.dtype) not in tensor.dtypes:
+        takes = "float32, float16 and bfloat16" if set(tensor.dtypes) == set(DTYPES) else ", ".join(tensor.dtypes)
+        raise InputError(f"tensor {name} has dtype {array.dtype}; kdtr takes {takes}")
 
 
 def _check_finite(name: str, values: np.ndarray) -> None:

@@ -44,14 +44,15 @@ def static_shared(cubin: bytes) -> dict[str, int]:
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def built(request):
     cubins = []
-    compile_cubin = workflow.compile_cubin
+    compile_both = workflow.compile_both
 
     def keep(*args):
-        cubins.append(compile_cubin(*args))
-        return cubins[-1]
+        cubin, ptx = compile_both(*args)
+        cubins.append(cubin)
+        return cubin, ptx
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workflow, "compile_cubin", keep)
+        patch.setattr(workflow, "compile_both", keep)
         return Built(list(compile_kernels((request.param,))), cubins)
 
 

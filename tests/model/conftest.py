@@ -12,7 +12,10 @@ import pytest
 from kdtr_cli.model.config import ModelConfig, parse_config
 from kdtr_cli.model.presets import PRESETS, new_weights
 
-NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int32": "I32"}
+NAMES = {
+    "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int32": "I32", "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "uint8": "U8",
+}  # fmt: skip
 
 SMALL: dict[str, Any] = {
     **PRESETS["odd"],

@@ -329,18 +329,6 @@ def test_wrong_nesting_names_the_field(obj: dict[str, Any], words: list[str]) ->
     refused(obj, *words)
 
 
-@pytest.mark.parametrize(
-    "obj",
-    [
-        {**copy_of(), "quantization_config": {"quant_method": "fp8"}},
-        nested(quantization_config={"quant_method": "fp8"}),
-        {**nested(), "text_config": {**copy_of(), "quantization_config": {"quant_method": "fp8"}}},
-    ],
-)
-def test_quantised_checkpoints_are_refused_in_one_line(obj: dict[str, Any]) -> None:
-    refused(obj, "quantization_config", '"fp8"', "bf16")
-
-
 # --- files
 
 

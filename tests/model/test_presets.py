@@ -212,7 +212,7 @@ def test_interrupted_writing_leaves_the_old_or_nothing(
     if force:
         write_model(tmp_path / "m", "odd", 1)
         before = content(tmp_path / "m")
-    real, calls = presets._write_synced, []
+    real, calls = presets.write_synced, []
 
     def failing(path: Path, data: bytes) -> None:
         calls.append(path)
@@ -221,7 +221,7 @@ def test_interrupted_writing_leaves_the_old_or_nothing(
             raise error
         real(path, data)
 
-    monkeypatch.setattr(presets, "_write_synced", failing)
+    monkeypatch.setattr(presets, "write_synced", failing)
     with pytest.raises(InputError if isinstance(error, OSError) else KeyboardInterrupt):
         write_model(tmp_path / "m", "odd", 2, force=force)
     assert len(calls) == 3
