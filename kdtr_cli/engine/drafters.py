@@ -1,8 +1,8 @@
 """Drafters on the device: each leaves a round's marginals in `ids`, `logps` and `counts`, by launches alone.
 
 A drafter is told of a sequence when it takes a slot (``admit``), sees every prefill pass (``extend``), drafts from the
-round's state (``draft``) and is told which verify rows were accepted (``commit``). ``draft`` and ``commit`` are captured
-in the round's graph. Definitions: docs/numerics.md rules 17 and 21 to 24; NumPy twins in kdtr_cli/reference/drafters.
+round's state (``draft``) and is told which verify rows were accepted (``commit``). The last two are captured in the
+round's graph. Definitions: docs/numerics.md rules 17 and 21 to 24; NumPy twins in kdtr_cli/reference/drafters.
 """
 
 from dataclasses import dataclass
