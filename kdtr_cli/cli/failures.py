@@ -38,7 +38,10 @@ def one_line(text: str) -> str:
 
 def explain(error: BaseException) -> tuple[Exit, str]:
     """The exit code and the message, one line without the `kdtr: error: ` before it, for an exception."""
-    code, message = _explain(error)
+    try:
+        code, message = _explain(error)
+    except Exception:  # an exception of a stranger's library whose own text fails must not end as a traceback
+        code, message = Exit.FAILED, f"internal error: {type(error).__name__} (run again as 'kdtr --debug ...')"
     return code, one_line(message)
 
 

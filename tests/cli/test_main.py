@@ -172,6 +172,13 @@ class TestExplain:
         assert code == Exit.FAILED
         assert "install" in line
 
+    def test_an_exception_that_has_no_text_of_its_own_is_told_by_its_name(self):
+        class Mute(Exception):
+            def __str__(self):
+                raise ValueError("not enough values to unpack")
+
+        assert explain(Mute()) == (Exit.FAILED, "internal error: Mute (run again as 'kdtr --debug ...')")
+
     def test_no_exception_is_told_as_differs(self):
         def kinds(base):
             yield base
