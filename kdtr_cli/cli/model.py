@@ -8,7 +8,9 @@ from typing import Any
 import click
 
 from kdtr_cli.cli import console
+from kdtr_cli.errors import InputError
 from kdtr_cli.model.presets import PRESETS, write_model
+from kdtr_cli.model.published import DTYPES, PUBLISHED, cut, write_published
 from kdtr_cli.model.requantise import FORMATS, quantise_model
 from kdtr_cli.model.source import open_model
 from kdtr_cli.model.summary import summary
@@ -26,16 +28,34 @@ def model() -> None:
 
 
 @model.command(short_help="Write a preset with random weights as a Hugging Face folder.")
-@click.argument("preset", type=click.Choice(list(PRESETS)))
+@click.argument("preset", type=click.Choice([*PRESETS, *PUBLISHED]))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to make.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**64 - 1), help="Seed of the weights.")
-@click.option("--force", is_flag=True, help="Replace a folder that this command made.")
-def new(preset: str, output: Path, seed: int, force: bool) -> None:
+@click.option("--layers", type=click.IntRange(1), help="Of a model of real shape: the first layers only.")
+@click.option("--experts", type=click.IntRange(1), help="Of a model of real shape: so many routed experts a layer.")
+@click.option(
+    "--dtype",
+    default="published",
+    show_default=True,
+    type=click.Choice(DTYPES),
+    help="Quantised as published, or bf16.",
+)
+@click.option("--force", is_flag=True, help="Replace a folder that kdtr made.")
+def new(preset: str, output: Path, seed: int, layers: int | None, experts: int | None, dtype: str, force: bool) -> None:
     """Write PRESET with random weights as a Hugging Face folder.
 
-    The same seed gives the same bytes on every machine. The folder appears complete or not at all.
+    The same seed gives the same bytes on every machine. The folder appears complete or not at all. Presets of real
+    shape (kimi-k2.6, deepseek-v3, ...) are cut to size with --layers and --experts.
     """
-    write_model(output, preset, seed, force)
+    if preset in PUBLISHED:
+        obj = cut(preset, layers, experts, dtype)
+        with console.progress() as bar:
+            task = bar.add_task(preset, total=None)
+            write_published(output, obj, seed, force, lambda n, of: bar.update(task, completed=n, total=of))
+    elif layers is not None or experts is not None:
+        raise InputError(f"--layers and --experts cut presets of real shape ({', '.join(PUBLISHED)}), not {preset}")
+    else:
+        write_model(output, preset, seed, force)
     console.results().print(f"{output}: {preset} with weights from seed {seed}")
 
 

@@ -93,8 +93,7 @@ def dequantise_fp8(w8: np.ndarray, scale: np.ndarray, block: tuple[int, int]) ->
 
     scale [⌈out/rows⌉, ⌈in/columns⌉] for a block of rows and columns; those at the edge may be cut.
     """
-    with np.errstate(over="ignore"):
-        return w8.astype(np.float32) * _spread(scale.astype(np.float32), block, w8.shape)
+    return _by_block(w8.astype(np.float32), scale.astype(np.float32), block, np.multiply)
 
 
 def quantise_fp8(w: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -107,13 +106,18 @@ def quantise_fp8(w: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.
     highest = np.maximum.reduceat(highest, np.arange(0, w.shape[1], columns), axis=1)
     scale = highest / _E4M3_MAX
     scale[scale == 0] = 1.0
-    return np.clip(w / _spread(scale, block, w.shape), -_E4M3_MAX, _E4M3_MAX).astype(E4M3), scale
+    return np.clip(_by_block(w.copy(), scale, block, np.divide), -_E4M3_MAX, _E4M3_MAX).astype(E4M3), scale
 
 
-def _spread(scale: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
-    """A block's scale at each of its elements; the last row and column of blocks may be cut."""
-    wide = np.repeat(scale, [min(block[1], shape[1] - at) for at in range(0, shape[1], block[1])], axis=1)
-    return np.repeat(wide, [min(block[0], shape[0] - at) for at in range(0, shape[0], block[0])], axis=0)
+def _by_block(values: np.ndarray, scale: np.ndarray, block: tuple[int, int], operate: np.ufunc) -> np.ndarray:
+    """values [out, in] (changed in place) multiplied or divided by the scale of each block."""
+    columns = values.shape[1]
+    wide = np.repeat(scale, [min(block[1], columns - at) for at in range(0, columns, block[1])], axis=1)
+    with np.errstate(over="ignore"):
+        for index, row in enumerate(wide):
+            part = values[index * block[0] : (index + 1) * block[0]]
+            operate(part, row, out=part)
+    return values
 
 
 def dequantise(how: Quantisation, name: str, shape: tuple[int, ...], parts: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -13,22 +13,13 @@ from kdtr_cli.model.config import ModelConfig, parse_config
 from kdtr_cli.model.encode import plan_tensors, write_tensors
 from kdtr_cli.model.fields import parse_json
 from kdtr_cli.model.folder import TOKENIZER_FILES, check_place, new_folder, write_synced
+from kdtr_cli.model.published import EXPERTS_ONLY, EXPERTS_ONLY_K26
 from kdtr_cli.model.quantisation import fp8_config, int4_config
 from kdtr_cli.model.source import open_model
 
-__all__ = ["EXPERTS_ONLY", "EXPERTS_ONLY_NESTED", "FORMATS", "quantise_model"]
+__all__ = ["FORMATS", "quantise_model"]
 
 FORMATS = ("int4", "fp8", "bf16")
-#: what leaves the routed experts alone to be quantised, as Kimi-K2-Thinking and K2.5 spell it, and as K2.6 does
-EXPERTS_ONLY = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*")
-EXPERTS_ONLY_NESTED = (
-    "re:.*self_attn.*",
-    "re:.*shared_experts.*",
-    "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-    "re:.*lm_head.*",
-    "re:vision_tower.*",
-    "re:mm_projector.*",
-)
 _QUANTISATION = "quantization_config"
 
 
@@ -98,6 +89,6 @@ def _target_config(obj: dict[str, Any], to: str) -> dict[str, Any]:
                     table[key] = "bfloat16"
     else:
         inner[_QUANTISATION] = (
-            fp8_config() if to == "fp8" else int4_config(EXPERTS_ONLY_NESTED if nested else EXPERTS_ONLY)
+            fp8_config() if to == "fp8" else int4_config(EXPERTS_ONLY_K26 if nested else EXPERTS_ONLY)
         )
     return out

@@ -7,6 +7,7 @@ from kdtr_cli.errors import InputError
 from kdtr_cli.model.checkpoint import Checkpoint, open_checkpoint
 from kdtr_cli.model.config import ModelConfig, load_config, parse_config
 from kdtr_cli.model.presets import PRESETS, new_weights, preset_text
+from kdtr_cli.model.published import PUBLISHED
 from kdtr_cli.model.weights import Weights
 
 __all__ = ["Model", "open_model"]
@@ -38,6 +39,11 @@ def open_model(spec: str | Path, seed: int = 0, cache: bool = True) -> Model:
         config = parse_config(PRESETS[text], where=f"preset {text}")
         weights = Weights.from_arrays(new_weights(config, seed), config, cache)
         return Model(config, preset_text(text), weights, None, text)
+    if text in PUBLISHED and not isinstance(spec, Path):
+        raise InputError(
+            f"MODEL {text!r} is of real size, too large to be made in memory: write it with "
+            f"'kdtr model new {text} --layers N --experts M -o DIR' and give DIR"
+        )
     folder = Path(spec)
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"

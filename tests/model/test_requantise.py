@@ -16,8 +16,9 @@ from kdtr_cli.cli.model import model as command
 from kdtr_cli.errors import InputError
 from kdtr_cli.model import requantise
 from kdtr_cli.model.presets import write_model
+from kdtr_cli.model.published import EXPERTS_ONLY, EXPERTS_ONLY_K26
 from kdtr_cli.model.quantisation import Quantisation
-from kdtr_cli.model.requantise import EXPERTS_ONLY, EXPERTS_ONLY_NESTED, quantise_model
+from kdtr_cli.model.requantise import quantise_model
 from kdtr_cli.model.safetensors_file import SafetensorsFile
 from kdtr_cli.model.source import open_model
 
@@ -78,7 +79,7 @@ def test_a_nested_model_stays_nested_in_k26s_spelling(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "q" / "config.json").read_text()) == json.loads(
         (FIXTURES / "tiny-kimi-int4" / "config.json").read_text()
     )
-    assert open_model(tmp_path / "q").config.quantisation.ignore == EXPERTS_ONLY_NESTED
+    assert open_model(tmp_path / "q").config.quantisation.ignore == EXPERTS_ONLY_K26
     assert tensors(tmp_path / "q").keys() == tensors(FIXTURES / "tiny-kimi-int4").keys()
 
 

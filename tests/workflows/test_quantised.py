@@ -10,6 +10,7 @@ from kdtr_cli.bundle.reader import open_bundle
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import parse_config
 from kdtr_cli.model.fields import parse_json
+from kdtr_cli.model.presets import write_model
 from kdtr_cli.model.requantise import quantise_model
 from kdtr_cli.model.source import open_model
 from kdtr_cli.model.weights import Weights
@@ -83,6 +84,17 @@ def test_the_values_decide_and_not_how_they_are_stored(tmp_path):
     assert int4.weights.used_sha256() != bf16.weights.used_sha256()
     wide = Weights.from_arrays({name: int4.weights[name] for name in int4.weights}, bf16.config)
     assert wide.used_sha256() == int4.weights.used_sha256()
+
+
+@pytest.mark.parametrize("to", ["int4", "fp8"])
+def test_cut_groups_and_blocks(to, tmp_path):
+    # no width of `odd` is a multiple of 8: words, groups and blocks end in the middle
+    write_model(tmp_path / "odd", "odd")
+    quantise_model(tmp_path / "odd", tmp_path / "q", to)
+    prompts = PromptOptions(ids=("1 2 3", "7"))
+    make_golden(GoldenOptions(str(tmp_path / "q"), tmp_path / "g.h5", prompts, 4))
+    make_run(RunOptions(tmp_path / "g.h5", tmp_path / "r.h5", device="cpu"))
+    assert diff(tmp_path / "g.h5", tmp_path / "r.h5").verdict is Verdict.IDENTICAL
 
 
 @pytest.mark.parametrize("name", NAMES)
