@@ -59,6 +59,12 @@ def show_run(summary: RunSummary, name: str | None = None) -> None:
         found = statistics(rounds)
         histogram = " ".join(f"{n}:{count}" for n, count in sorted(found["histogram"].items()))
         click.echo(f"rounds={len(rounds)} tau={found['tau']:.3f} accepted {histogram}")
+    counted = summary.statistics
+    touched = counted.summary()["experts_touched"]
+    figures = [f"passes={counted.passes}+{counted.prefill_passes} prefill", f"tokens/s={tokens / summary.seconds:.0f}"]
+    if touched is not None:
+        figures.append(f"experts touched a layer and pass={touched:.1f} of {summary.model.config.n_routed_experts}")
+    click.echo(" ".join(figures))
     click.echo(
         f"run {name or summary.path}: {summary.model.name} on {summary.device['device']} "
         f"sequences={len(summary.sequences)} tokens={tokens}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kdtr_cli.engine.devices import DeviceArray
+from kdtr_cli.engine.statistics import Statistics
 from kdtr_cli.engine.transformer import Observe, Rows, Transformer
 from kdtr_cli.errors import DeviceError
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt
@@ -54,8 +55,10 @@ class _Running:
 class _Session:
     """Device state of a decoding session and its mirror on the host."""
 
-    def __init__(self, model: Transformer, decoding: Decoding, batch: int, prefill: int) -> None:
-        self.model, self.decoding = model, decoding
+    def __init__(
+        self, model: Transformer, decoding: Decoding, batch: int, prefill: int, statistics: Statistics | None
+    ) -> None:
+        self.model, self.decoding, self.statistics = model, decoding, statistics
         self.device = model.device
 
         def ints(name: str, n: int) -> DeviceArray:
@@ -90,6 +93,8 @@ class _Session:
         for first in range(0, len(ids), self.prefill):
             rows = self._write_prefill(slot, ids, first)
             self.model.forward(rows, first + rows.tokens.size)
+            if self.statistics is not None:
+                self.statistics.prefill_passes += 1
             if keep_prompt_logits:
                 part = self.model.head(0, rows.tokens.size)
                 sequence.prompt_logits[first : first + rows.tokens.size] = self.device.read(part)
@@ -157,6 +162,9 @@ class _Session:
         for slot, sequence in enumerate(self.running):
             if sequence is not None and bad[slot]:
                 self._blame_step(sequence)
+        if self.statistics is not None:
+            busy = np.array([sequence is not None for sequence in self.running])
+            self.statistics.count(self.model.chosen_experts(self.batch), busy)
         results = []
         for slot, sequence in enumerate(self.running):
             if sequence is None:
@@ -227,13 +235,15 @@ def generate(
     batch: int,
     prefill: int,
     keep_prompt_logits: bool = False,
+    statistics: Statistics | None = None,
 ) -> Iterator[tuple[int, Generated]]:
     """Decode all requests, ``batch`` at a time; yields (index, result) as sequences end.
 
     A waiting prompt takes a slot as soon as one is free. ``prefill`` rows of a prompt are fed at a time. Neither number
-    changes a bit of any result. DeviceError, naming the first tensor, when something is not finite.
+    changes a bit of any result. ``statistics`` counts along. DeviceError, naming the first tensor, when something is
+    not finite.
     """
-    session = _Session(model, decoding, batch, prefill)
+    session = _Session(model, decoding, batch, prefill, statistics)
     waiting = list(enumerate(requests))[::-1]
     while waiting or any(session.running):
         ended = []

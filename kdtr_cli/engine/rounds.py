@@ -15,6 +15,7 @@ from kdtr_cli.engine.devices import DeviceArray
 from kdtr_cli.engine.drafters import Drafter, RoundState, Sequence
 from kdtr_cli.engine.generate import Request, blame
 from kdtr_cli.engine.launch import Launcher
+from kdtr_cli.engine.statistics import Statistics
 from kdtr_cli.engine.transformer import Rows, Transformer, TreeRows
 from kdtr_cli.errors import DeviceError
 from kdtr_cli.model.prompts import Decoding, Generated
@@ -54,9 +55,17 @@ class _Session:
     """Device state of B requests, and the captured round."""
 
     def __init__(
-        self, model: Transformer, drafter: Drafter, decoding: Decoding, batch: int, budget: int, prefill: int
+        self,
+        model: Transformer,
+        drafter: Drafter,
+        decoding: Decoding,
+        *,
+        batch: int,
+        budget: int,
+        prefill: int,
+        statistics: Statistics | None = None,
     ) -> None:
-        self.model, self.drafter, self.decoding = model, drafter, decoding
+        self.model, self.drafter, self.decoding, self.statistics = model, drafter, decoding, statistics
         self.device, self.launch = model.device, Launcher(model.device)
         self.batch, self.budget, self.prefill = batch, budget, prefill
         self.nodes, self.block = budget + 1, drafter.horizon + 1
@@ -104,7 +113,6 @@ class _Session:
         self.running: list[_Running | None] = [None] * batch
         self.starts, self.roots = np.zeros(batch, i32), np.zeros(batch, i32)
         self.graph = None
-        self.passes = 0
         self.launch.load(["build_tree", "accept", "compact_cache", "advance_round"])
         drafter.load()
 
@@ -121,7 +129,8 @@ class _Session:
             rows = self._write_prefill(slot, ids, first)
             self.model.forward(rows, first + rows.tokens.size, self.drafter.tap)
             self.drafter.extend(rows)
-            self.passes += 1
+            if self.statistics is not None:
+                self.statistics.prefill_passes += 1
             if keep_prompt_logits:
                 part = self.device.read(self.model.head(0, rows.tokens.size))
                 sequence.prompt_logits[first : first + len(part)] = part
@@ -254,8 +263,9 @@ class _Session:
         if self.graph is None:
             self.graph = self.device.capture(self._round)
         self.graph.replay()
-        self.passes += 1
         seen = self._read_report()
+        if self.statistics is not None:
+            self.statistics.count(self.model.chosen_experts(self.rows.tokens.size), self._busy_rows())
         tokens, accepted, bonus = seen["tokens"], seen["accepted"], seen["bonus"][:, 0]
         ended = []
         for slot, sequence in enumerate(self.running):
@@ -278,6 +288,12 @@ class _Session:
             if sequence.reason is not None:
                 ended.append(slot)
         return ended
+
+    def _busy_rows(self) -> np.ndarray:
+        """Which verify rows are a running sequence's root or node, bool [M]."""
+        nodes = self.device.read(self.n_nodes)
+        used = np.where([sequence is not None for sequence in self.running], nodes + 1, 0)
+        return (np.arange(self.nodes) < used[:, None]).reshape(-1)
 
     def _read_report(self) -> dict[str, np.ndarray]:
         """What a round leaves for the host, int32 [B, ...] by name."""
@@ -338,13 +354,16 @@ def generate_rounds(
     prefill: int,
     record: bool = True,
     keep_prompt_logits: bool = False,
+    statistics: Statistics | None = None,
 ) -> Iterator[tuple[int, Generated, list[Round], bytes | None]]:
     """Decode all requests by draft trees, ``batch`` at a time; yields (index, result, rounds, digest of the cache).
 
     The tokens and logits are those of autoregressive decoding, bit for bit, whatever the drafter proposes. Rounds and
-    the digest of the committed cache (positions 0 .. P + T - 2) are taken only where ``record`` asks for them.
+    the digest of the committed cache (positions 0 .. P + T - 2) are taken only where ``record`` asks for them;
+    ``statistics`` counts along.
     """
-    session = _Session(model, drafter, decoding, batch, budget, prefill)
+    size = {"batch": batch, "budget": budget, "prefill": prefill}
+    session = _Session(model, drafter, decoding, statistics=statistics, **size)
     waiting = list(enumerate(requests))[::-1]
     recorder = _Session.record if record else None
     while waiting or any(session.running):

@@ -139,7 +139,8 @@ class Transformer:
         if c.n_routed_experts:
             items = m * c.num_experts_per_tok
             self.router_logits = new("router_logits", m, c.n_routed_experts)
-            self.ids = new("expert_ids", items, dtype=i32)
+            # every layer keeps its choice, so that it can be read after a pass
+            self.ids = new("expert_ids", c.num_hidden_layers, items, dtype=i32)
             self.expert_weights = new("expert_weights", items)
             self.items = new("items", items, dtype=i32)
             self.tiles = new("tiles", most_tiles(items, c.n_routed_experts, 1), 3, dtype=i32)
@@ -235,6 +236,7 @@ class Transformer:
         name = f"model.layers.{i}.mlp"
         experts, slots, hidden, each = c.n_routed_experts, c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size
         items = m * slots
+        ids = self.ids.view(i * self.ids.shape[1], (self.ids.shape[1],))
         tile = 1 if m == 1 else 4
         self.launch.matmul(self.normed, layer.router, self.router_logits, m)
         observe(f"{name}.router_logits", self.router_logits)
@@ -242,7 +244,7 @@ class Transformer:
             "router",
             logits=self.router_logits,
             bias=layer.router_bias,
-            ids=self.ids,
+            ids=ids,
             weights=self.expert_weights,
             rows=m,
             experts=experts,
@@ -250,7 +252,7 @@ class Transformer:
         )
         observe(f"{name}.expert_weights", self.expert_weights)
         lists = {"items": self.items, "tiles": self.tiles, "tile_count": self.tile_count}
-        self.launch("group_experts", ids=self.ids, item_count=items, experts=experts, tile=tile, **lists)
+        self.launch("group_experts", ids=ids, item_count=items, experts=experts, tile=tile, **lists)
         most = most_tiles(items, experts, tile)
 
         def product(x: DeviceArray, w: DeviceArray, y: DeviceArray, items_a_row: int) -> None:
@@ -302,6 +304,15 @@ class Transformer:
             observe(f"{name}.hidden", self.hidden)
         self.launch.norm(self.hidden, self.weights.norm, self.normed, m, c.rms_norm_eps)
         observe("final_norm", self.normed)
+
+    def chosen_experts(self, rows: int) -> np.ndarray | None:
+        """Experts int32 [MoE layers, rows, slots] that the last pass of this many rows chose; None without experts."""
+        c = self.config
+        layers = [i for i in range(c.num_hidden_layers) if c.is_moe_layer(i)]
+        if not layers:
+            return None
+        ids = self.device.read(self.ids)[layers, : rows * c.num_experts_per_tok]
+        return ids.reshape(len(layers), rows, c.num_experts_per_tok)
 
     def cache_digest(self, slot: int, first: int, count: int) -> bytes:
         """SHA-256 over cache rows first .. first + count - 1 of a slot, layer by layer, float32 little endian."""

@@ -9,6 +9,7 @@ from kdtr_cli.engine.dflash import DFlashDrafter
 from kdtr_cli.engine.drafters import Drafter, NgramDrafter, ReplayDrafter, Sequence, SyntheticDrafter
 from kdtr_cli.engine.generate import Request, generate
 from kdtr_cli.engine.rounds import generate_rounds
+from kdtr_cli.engine.statistics import Statistics
 from kdtr_cli.engine.transformer import Transformer, prefill_rows
 from kdtr_cli.engine.weights import upload_weights
 from kdtr_cli.model.choices import Choices
@@ -52,8 +53,13 @@ class Decoded:
     cache_digest: bytes | None
 
 
-def decode(device: Device, job: Job, progress: Callable[[int], None]) -> list[Decoded]:
-    """Run a job; ``progress`` is told how many sequences have ended. Guard zones are checked at the end."""
+def decode(
+    device: Device, job: Job, statistics: Statistics, progress: Callable[[int], None] = lambda done: None
+) -> list[Decoded]:
+    """Run a job; ``statistics`` counts along, ``progress`` is told how many sequences have ended.
+
+    Guard zones are checked at the end.
+    """
     config, draft = job.model.config, job.draft
     capacity, rows = job.positions, job.batch
     if draft is not None:
@@ -65,7 +71,7 @@ def decode(device: Device, job: Job, progress: Callable[[int], None]) -> list[De
     size = {"rows": max(rows, prefill), "slots": job.batch, "capacity": capacity}
     transformer = Transformer(device, config, weights, job.choices, **size)
     results: list[Decoded | None] = [None] * len(job.requests)
-    for done, (index, result) in enumerate(_results(transformer, job, prefill), 1):
+    for done, (index, result) in enumerate(_results(transformer, job, prefill, statistics), 1):
         results[index] = result
         progress(done)
     device.synchronize()
@@ -73,8 +79,9 @@ def decode(device: Device, job: Job, progress: Callable[[int], None]) -> list[De
     return results
 
 
-def _results(transformer: Transformer, job: Job, prefill: int) -> Iterator[tuple[int, Decoded]]:
+def _results(transformer: Transformer, job: Job, prefill: int, statistics: Statistics) -> Iterator[tuple[int, Decoded]]:
     same = {"batch": job.batch, "prefill": prefill, "keep_prompt_logits": job.keep_prompt_logits}
+    same["statistics"] = statistics
     if job.draft is None:
         for index, result in generate(transformer, job.requests, job.decoding, **same):
             yield index, Decoded(result, [], None)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from kdtr_cli.engine.devices import open_device
 from kdtr_cli.engine.drafters import Sequence
 from kdtr_cli.engine.generate import Request
 from kdtr_cli.engine.kernels import sources
+from kdtr_cli.engine.statistics import Statistics
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.config import ModelConfig, parse_config
@@ -64,6 +66,8 @@ class RunSummary:
     device: dict[str, str]
     sequences: list[tuple[Prompt, Generated]]
     rounds: list[list[Round]]
+    statistics: Statistics
+    seconds: float  #: of decoding, prefill and recording included; in no bundle
 
 
 def make_run(options: RunOptions, progress: Progress = lambda what, done, total: None) -> RunSummary:
@@ -84,12 +88,16 @@ def make_run(options: RunOptions, progress: Progress = lambda what, done, total:
                 "batch": options.batch or _BATCH,
                 "golden_manifest_sha256": golden.manifest_sha256,
             }
-            results = decode(device, job, lambda done: progress("run", done, len(job.requests)))
+            statistics = Statistics()
+            begin = time.monotonic()
+            results = decode(device, job, statistics, lambda done: progress("run", done, len(job.requests)))
+            seconds = time.monotonic() - begin
         described = manifest["run"]
+        manifest["run"]["statistics"] = statistics.summary()
         _write(options, job, manifest, results)
     prompts = [r.prompt for r in job.requests]
     pairs = [(prompt, result.generated) for prompt, result in zip(prompts, results, strict=True)]
-    return RunSummary(options.output, model, described, pairs, [r.rounds for r in results])
+    return RunSummary(options.output, model, described, pairs, [r.rounds for r in results], statistics, seconds)
 
 
 def _job(golden: Bundle, model: Model, options: RunOptions) -> Job:

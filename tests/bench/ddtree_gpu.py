@@ -158,7 +158,7 @@ def bench_round(device, drafter: str, budget: int = 16) -> None:
     target = Transformer(device, model.config, weights, Choices(), **size)
     horizon = opened.config.horizon
     device_drafter = DFlashDrafter(device, target, opened, 1, horizon, budget, budget + 1)
-    session = _Session(target, device_drafter, Decoding(steps), 1, budget, 64)
+    session = _Session(target, device_drafter, Decoding(steps), batch=1, budget=budget, prefill=64)
     sequence = _Running(0, Request(Prompt("0", ids, 0)), steps, model.config.vocab_size)
     session.start(0, sequence, Sequence(ids, 0), False)
     for _ in range(5):

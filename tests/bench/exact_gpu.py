@@ -233,7 +233,7 @@ def bench_step(device, copy: float, context: int) -> None:
     layer = weights.layers[0]
     dense = (layer.qkv_a, layer.q_b, layer.w_uk, layer.w_uv, layer.o, layer.router, layer.gate_up, layer.down)
     per_expert = 3 * c.moe_intermediate_size * c.hidden_size * 4
-    touched = len(set(device.read(model.ids)[: c.num_experts_per_tok].tolist()))
+    touched = len(set(device.read(model.ids)[0, : c.num_experts_per_tok].tolist()))
     total = sum(w.nbytes for w in dense) + touched * per_expert + context * c.latent_dim * 4
     print(
         f"step: one Kimi-K2 layer, 1 row, context {context}, {touched} of {c.n_routed_experts} experts, "
