@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from kdtr_cli.cli.console import progress
+from kdtr_cli.cli.console import notes, progress
 from kdtr_cli.ddtree.rounds import statistics
 from kdtr_cli.workflows.run import RunOptions, RunSummary, make_run
 from kdtr_cli.workflows.show import continuation
@@ -49,16 +49,29 @@ def run(golden: Path, output: Path, **options: Any) -> None:
     show_run(summary)
 
 
+def _say_drafter(summary: RunSummary) -> None:
+    """What drafted, where the user did not choose it in so many words."""
+    if summary.drafter == "replay":
+        notes().print("note: the golden's drafts are replayed; --drafter DIR runs the drafter itself")
+    elif summary.drafter is not None:
+        click.echo(
+            f"drafter={summary.drafter.partition(':')[0] if summary.drafter.startswith('dflash') else summary.drafter}"
+        )
+
+
 def show_run(summary: RunSummary, name: str | None = None) -> None:
     """Print what a run made: the text where there is a tokenizer, then one line under its path or another name."""
     for line in continuation(summary.model.folder, summary.sequences):
         click.echo(line)
+    for note in summary.notes:
+        notes().print(f"note: {note}")
+    _say_drafter(summary)
     tokens = sum(len(result.tokens) for _, result in summary.sequences)
     rounds = [r for sequence in summary.rounds for r in sequence]
     if rounds:
         found = statistics(rounds)
         histogram = " ".join(f"{n}:{count}" for n, count in sorted(found["histogram"].items()))
-        click.echo(f"rounds={len(rounds)} tau={found['tau']:.3f} accepted {histogram}")
+        click.echo(f"rounds={len(rounds)} tau={found['tau']:.3f} (accepted rows a round, the root counted) {histogram}")
     counted = summary.statistics
     touched = counted.summary()["experts_touched"]
     figures = [f"passes={counted.passes}+{counted.prefill_passes} prefill", f"tokens/s={tokens / summary.seconds:.0f}"]

@@ -153,6 +153,9 @@ def _side(evidence: Evidence | None) -> Side | None:
     made = evidence.manifest.get("run")
     made = made if isinstance(made, Mapping) else {}
     details = [(k, made[k]) for k in ("device", "driver", "compiler", "batch") if k in made]
+    drafting = evidence.manifest.get("drafting")
+    if isinstance(drafting, Mapping):
+        details += [(k, drafting[k]) for k in ("drafter", "budget") if k in drafting]
     return Side(
         evidence.name,
         evidence.kind,

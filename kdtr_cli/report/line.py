@@ -49,6 +49,8 @@ def _further(report: Report) -> list[tuple[str, object]]:
     if report.rounds is not None:
         compared = report.rounds == "compared"
         pairs.append(("rounds", f"{t.rounds_equal}/{t.rounds_judged}" if compared else report.rounds))
+    if report.run is not None and ("drafter", "replay") in report.run.details:
+        pairs.append(("drafts", "replayed"))  # the golden's own: no drafter was run
     if t.first_round_difference is not None:
         pairs.append(("first_round_difference", f"{t.first_round_difference[0]}:{t.first_round_difference[1]}"))
     pairs += [(what, "unverified") for what in report.unverified]

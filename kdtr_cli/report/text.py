@@ -72,7 +72,7 @@ def _side(side: Side) -> str:
     if side.kind == "run":
         parts.append(safe(side.mode))
     parts += [f"tier {safe(side.tier)}", " + ".join(safe(a) for a in side.arithmetic)]
-    parts += [f"{key} {safe(value)}" for key, value in side.details if key in ("device", "batch")]
+    parts += [f"{key} {safe(value)}" for key, value in side.details if key in ("device", "batch", "drafter", "budget")]
     return ", ".join(part for part in parts if part)
 
 

@@ -1,6 +1,7 @@
 """`kdtr diff`: opens two bundles, makes evidence of them, has it judged; and writes the report to a file."""
 
 import os
+import re
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -52,6 +53,7 @@ def diff(golden: str | Path, run: str | Path, options: JudgeOptions | None = Non
 
 def bundle_evidence(bundle: Bundle) -> Evidence:
     """The evidence that an open bundle holds. Tokens are read at once, logits and rounds when they are asked for."""
+    _reading(lambda: _verify_unread(bundle))
     sequences = _reading(lambda: tuple(_sequence(bundle, s) for s in bundle.sequences))
     return Evidence(
         kind=bundle.kind,
@@ -62,6 +64,13 @@ def bundle_evidence(bundle: Bundle) -> Evidence:
         vocab_size=bundle.vocab,
         drafts_kept=drafts_kept(bundle),
     )
+
+
+def _verify_unread(bundle: Bundle) -> None:
+    """Check the arrays that no comparison reads, weights above all: a broken bundle is no evidence."""
+    for path in bundle.array_paths():
+        if not re.match(r"sequences/\d+/(prompt|tokens|ties|(prompt_)?logits/.*|rounds/.*)$", path):
+            bundle.verify(path)
 
 
 def _open(path: str | Path) -> Bundle:

@@ -38,7 +38,9 @@ def parse_drafter(text: str, target: ModelConfig) -> DrafterSpec:
             raise InputError(f"--drafter {text}: synthetic:P needs a rate P from 0 to 1, such as synthetic:0.7")
         return DrafterSpec("synthetic", f"synthetic:{rate!r}", rate=rate)
     if not Path(text).is_dir():
-        raise InputError(f"--drafter {text}: ngram, replay, synthetic:P, or the folder of a DFlash drafter")
+        raise InputError(
+            f"--drafter {text}: no such folder; ngram, synthetic:P, the folder of a DFlash drafter, or (run) replay"
+        )
     drafter = open_drafter(text, target)
     return DrafterSpec("dflash", drafter.identity, dflash=drafter)
 

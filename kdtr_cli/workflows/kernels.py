@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kdtr_cli.engine.compile import PtxViolation, check_ptx, compile_both, source_text
+from kdtr_cli.engine.compile import PtxViolation, check_ptx, compile_both, nvrtc_architectures, source_text
 from kdtr_cli.engine.devices import Device
 from kdtr_cli.engine.kernel_cases import Case, cases
 from kdtr_cli.engine.kernels import KERNELS, Kernel, sources
@@ -50,6 +50,10 @@ def select_kernels(names: tuple[str, ...]) -> list[Kernel]:
 
 def compile_kernels(archs: tuple[str, ...] = ARCHITECTURES) -> Iterator[Compiled]:
     """Compile every file of the table for each architecture with NVRTC (no GPU needed) and check its PTX (rule 1)."""
+    known = [f"sm_{n}" for n in nvrtc_architectures()]
+    for arch in archs:
+        if arch not in known:
+            raise InputError(f"--arch {arch}: this NVRTC compiles for {', '.join(known)}")
     for file in sources():
         text = source_text(file)
         for arch in archs:

@@ -68,6 +68,8 @@ class RunSummary:
     rounds: list[list[Round]]
     statistics: Statistics
     seconds: float  #: of decoding, prefill and recording included; in no bundle
+    drafter: str | None  #: identity, None in plain decoding
+    notes: tuple[str, ...] = ()  #: what the user should know and no verdict says
 
 
 def make_run(options: RunOptions, progress: Progress = lambda what, done, total: None) -> RunSummary:
@@ -81,6 +83,7 @@ def make_run(options: RunOptions, progress: Progress = lambda what, done, total:
         model = _open_model(golden, options)
         job = _job(golden, model, options)
         manifest = _manifest(golden, job, options)
+        notes = _other_model(golden.manifest["model"], manifest["model"])
         with open_device(options.device) as device:
             manifest["run"] = {
                 **device.describe(),
@@ -97,7 +100,9 @@ def make_run(options: RunOptions, progress: Progress = lambda what, done, total:
         _write(options, job, manifest, results)
     prompts = [r.prompt for r in job.requests]
     pairs = [(prompt, result.generated) for prompt, result in zip(prompts, results, strict=True)]
-    return RunSummary(options.output, model, described, pairs, [r.rounds for r in results], statistics, seconds)
+    drafter = job.draft.spec.identity if job.draft is not None else None
+    rounds = [r.rounds for r in results]
+    return RunSummary(options.output, model, described, pairs, rounds, statistics, seconds, drafter, notes)
 
 
 def _job(golden: Bundle, model: Model, options: RunOptions) -> Job:
@@ -177,6 +182,13 @@ def _manifest(golden: Bundle, job: Job, options: RunOptions) -> dict[str, Any]:
         of = (made.get("drafting") or {}).get("drafter") if job.draft.spec.kind == "replay" else None
         manifest["drafting"] = drafting_manifest(job.draft.spec, job.draft.settings, of)
     return manifest
+
+
+def _other_model(golden: dict[str, Any], run: dict[str, Any]) -> tuple[str, ...]:
+    """Told at once, though only the diff judges it: a long run of another model is of no use."""
+    parts = [(key, what) for key, what in (("config_sha256", "config"), ("weights_used_sha256", "weights"))]
+    other = [what for key, what in parts if golden.get(key) != run.get(key)]
+    return (f"the {' and the '.join(other)} are not the golden's; a diff will be INVALID",) if other else ()
 
 
 def _write(options: RunOptions, job: Job, manifest: dict[str, Any], results: list[Decoded]) -> None:
