@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kdtr_cli.engine.devices import DeviceArray
+from kdtr_cli.engine.devices import Device, DeviceArray
 from kdtr_cli.engine.statistics import Statistics
 from kdtr_cli.engine.transformer import Observe, Rows, Transformer
 from kdtr_cli.errors import DeviceError
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt
 
-__all__ = ["Request", "blame", "generate"]
+__all__ = ["Request", "blame", "generate", "prompt_rows"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Session:
         if keep_prompt_logits:
             sequence.prompt_logits = np.empty((len(ids), vocab), np.float32)
         for first in range(0, len(ids), self.prefill):
-            rows = self._write_prefill(slot, ids, first)
+            rows = prompt_rows(self.device, self.prefill_rows, slot, ids, first, self.prefill)
             self.model.forward(rows, first + rows.tokens.size)
             if self.statistics is not None:
                 self.statistics.prefill_passes += 1
@@ -115,14 +115,6 @@ class _Session:
         self.tokens[slot] = sequence.next_token()
         self.stale = True
         return reason
-
-    def _write_prefill(self, slot: int, ids: np.ndarray, first: int) -> Rows:
-        part = ids[first : first + self.prefill].astype(np.int32)
-        rows = self.prefill_rows.part(0, len(part))
-        self.device.write(rows.tokens, part)
-        self.device.write(rows.positions, np.arange(first, first + len(part), dtype=np.int32))
-        self.device.write(rows.slots, np.full(len(part), slot, np.int32))
-        return rows
 
     # -------------------------------------------------------------------------------------------------- decoding
 
@@ -188,7 +180,7 @@ class _Session:
 
     def _blame_prefill(self, slot: int, ids: np.ndarray, sequence: _Running) -> None:
         for first in range(0, len(ids), self.prefill):
-            rows = self._write_prefill(slot, ids, first)
+            rows = prompt_rows(self.device, self.prefill_rows, slot, ids, first, self.prefill)
             where = f"the prompt from position {first} on"
             observe = blame(self.model, rows.tokens.size, sequence.request.prompt.id, where)
             self.model.forward(rows, first + rows.tokens.size, observe)
@@ -202,6 +194,16 @@ class _Session:
         raise DeviceError(
             f"logits of sequence {sequence.request.prompt.id!r} are not finite at step {len(sequence.tokens)}"
         )
+
+
+def prompt_rows(device: Device, rows: Rows, slot: int, ids: np.ndarray, first: int, most: int) -> Rows:
+    """Rows that feed prompt tokens first .. of a slot, at most ``most``, written into the leading part of ``rows``."""
+    part = ids[first : first + most].astype(np.int32)
+    used = rows.part(0, len(part))
+    device.write(used.tokens, part)
+    device.write(used.positions, np.arange(first, first + len(part), dtype=np.int32))
+    device.write(used.slots, np.full(len(part), slot, np.int32))
+    return used
 
 
 def blame(model: Transformer, rows: int, name: str, where: str) -> Observe:

@@ -13,7 +13,7 @@ from kdtr_cli.ddtree.rounds import Round
 from kdtr_cli.ddtree.tree import Tree
 from kdtr_cli.engine.devices import DeviceArray
 from kdtr_cli.engine.drafters import Drafter, RoundState, Sequence
-from kdtr_cli.engine.generate import Request, blame
+from kdtr_cli.engine.generate import Request, blame, prompt_rows
 from kdtr_cli.engine.launch import Launcher
 from kdtr_cli.engine.statistics import Statistics
 from kdtr_cli.engine.transformer import Rows, Transformer, TreeRows
@@ -126,7 +126,7 @@ class _Session:
         if keep_prompt_logits:
             sequence.prompt_logits = np.empty((len(ids), vocab), np.float32)
         for first in range(0, len(ids), self.prefill):
-            rows = self._write_prefill(slot, ids, first)
+            rows = prompt_rows(self.device, self.prefill_rows, slot, ids, first, self.prefill)
             self.model.forward(rows, first + rows.tokens.size, self.drafter.tap)
             self.drafter.extend(rows)
             if self.statistics is not None:
@@ -147,7 +147,7 @@ class _Session:
         )
         if self.device.read(self.prefill_bad)[0]:
             for first in range(0, len(ids), self.prefill):
-                rows = self._write_prefill(slot, ids, first)
+                rows = prompt_rows(self.device, self.prefill_rows, slot, ids, first, self.prefill)
                 self.model.forward(
                     rows, first + rows.tokens.size, blame(self.model, rows.tokens.size, prompt.id, "the prompt")
                 )
@@ -160,14 +160,6 @@ class _Session:
         self.starts[slot], self.roots[slot] = len(ids), root
         history = np.concatenate([ids, [root]]).astype(np.int32)
         self._write_slot(slot, prompt.stream, history, active=1)
-
-    def _write_prefill(self, slot: int, ids: np.ndarray, first: int) -> Rows:
-        part = ids[first : first + self.prefill].astype(np.int32)
-        rows = self.prefill_rows.part(0, len(part))
-        self.device.write(rows.tokens, part)
-        self.device.write(rows.positions, np.arange(first, first + len(part), dtype=np.int32))
-        self.device.write(rows.slots, np.full(len(part), slot, np.int32))
-        return rows
 
     def _write_slot(self, slot: int, stream: int, history: np.ndarray, active: int) -> None:
         state, i32 = self.state, np.int32
