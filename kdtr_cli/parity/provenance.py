@@ -133,7 +133,7 @@ def compare_drafting(golden: Evidence, run: Evidence) -> Drafting:
                 return _not_compared(f"the {side}'s manifest does not say drafting.{key}", g, r)
         if not _equal(g, r):
             return _not_compared(f"other {what}: golden {_short(g)}, run {_short(r)} (drafting.{source})", g, r)
-    few = _too_few_kept(golden) if replayed else None
+    few = _other_candidates(golden) if replayed else None
     return Drafting("compared") if few is None else few
 
 
@@ -142,13 +142,17 @@ def _known(evidence: Evidence, path: str) -> object:
     return None if value is _MISSING else value
 
 
-def _too_few_kept(golden: Evidence) -> Drafting | None:
-    """A replay has the candidates that the golden kept. Where a round takes more, it drafts another tree by right."""
+def _other_candidates(golden: Evidence) -> Drafting | None:
+    """A replay has the candidates that the golden kept. Where a round takes more, it drafts another tree by right;
+    a synthetic drafter's draw depends on how many it is asked for."""
     wanted, kept = _known(golden, "drafting.budget"), golden.drafts_kept or 0
     if _known(golden, "drafting.mode") == "chain" or not isinstance(wanted, int):
         wanted = 1
     if golden.vocab_size is not None:
         wanted = min(wanted, golden.vocab_size)
+    if kept > wanted and str(_known(golden, "drafting.drafter")).startswith("synthetic:"):
+        message = f"the run replays {kept} candidates a depth, and a synthetic drafter asked for {wanted} draws others"
+        return _not_compared(message, wanted, kept)
     if kept >= wanted:
         return None
     return _not_compared(

@@ -390,6 +390,14 @@ class TestWhatIsComparable:
         report = judged(golden, run)
         assert (report.rounds, report.findings[0].message) == ("not-compared", f"rounds are not compared: {said}")
 
+    @pytest.mark.parametrize(("kept", "rounds"), [(6, "compared"), (7, "not-compared")])
+    def test_a_replay_of_a_synthetic_drafter_that_drew_for_another_count(self, kept, rounds):
+        golden, run = round_pair()
+        golden.drafts_kept = kept
+        golden.manifest["drafting"] |= {"drafter": "synthetic:0.7"}
+        run.manifest["drafting"] |= {"drafter": "replay", "of": "synthetic:0.7"}
+        assert judged(golden, run).rounds == rounds
+
     @pytest.mark.parametrize(("mode", "vocab", "kept"), [("ddtree", 4, 4), ("chain", 40, 1)])
     def test_a_replay_needs_no_more_candidates_than_there_are_or_than_a_chain_takes(self, mode, vocab, kept):
         golden, run = round_pair(mode, vocab=vocab)
