@@ -12,10 +12,10 @@
 //                                                      is NaN or infinite; never cleared here
 //      rows past n_nodes: the root's token, parent -1, depth 0, score 0, alone in the path and in the bits
 //
-// launch  grid (batch), block 128, shared 40 * nodes bytes; budget <= 1024, horizon <= 32, k <= 65535
-// work    warp 0 pops one node at a time. The frontier is one candidate a node, its next child: a slot holds its score, and
-//         the lanes look through all slots for the largest; budgets below 96 keep the scores in registers. All threads
-//         write the rows
+// launch  grid (batch), block 128, shared 44 * nodes bytes, and 8 * 34 * 65 for budgets to 64; budget <= 1024, horizon <= 32, k <= 65535
+// work    warp 0 pops one node at a time. Budgets to 64: the frontier is a list in order of score, a candidate a lane. Above:
+//         one candidate a node, its next child, in shared memory, and the lanes look through all of them for the largest.
+//         All threads write the rows
 // order   scores in float64: first node logp, sibling (score - logp) + next logp, first child score + logp; the largest is
 //         popped, on a tie the smaller tuple of ranks, a prefix before its extension
 // bytes   4 * batch * (2 * horizon * k + nodes * (horizon + 11 + words))
@@ -29,22 +29,25 @@ struct alignas(16) Slot {
   float here, next, child;
   u32 depth_rank;  // depth << 16 | rank
 };
-struct Node {
-  int parent;
-  u32 depth_rank;
-};
-
 // An integer that grows with a score, -0 = +0; never 0.
 __device__ __forceinline__ u64 score_key(double w) {
   const i64 bits = __double_as_longlong(w + 0.0);
   return bits < 0 ? (u64)~bits : (u64)bits | 1ull << 63;
 }
 
+// A candidate or a node in one word: parent, depth and rank.
+__device__ __forceinline__ u32 pack(int parent, u32 depth_rank) { return (u32)parent << 22 | depth_rank; }
+__device__ __forceinline__ int parent_of(u32 who) { return who >> 22; }
+__device__ __forceinline__ u32 depth_rank_of(u32 who) { return who & 0x3fffff; }
+__device__ __forceinline__ int depth_of(u32 who) { return who >> 16 & 0x3f; }
+__device__ __forceinline__ int rank_at(u32 who) { return who & 0xffff; }
+
 struct Tree {
-  Slot* slot;     // of each node
-  double* score;  // of each node's slot
-  u64* key;       // the score as an integer that grows with it, -0 = +0; 0: no candidate
-  Node* node;
+  Slot* slot;      // of each node
+  double* score;   // of each node's slot
+  u64* key;        // the score as an integer that grows with it, -0 = +0; 0: no candidate
+  double* popped;  // of each node its own score
+  u32* node;       // pack(parent, depth and rank)
 
   __device__ __forceinline__ void put(int i, Slot s, double w) {
     slot[i] = s;
@@ -54,7 +57,10 @@ struct Tree {
 
   // Of the candidates in slots a and b: does a's tuple of ranks stand before b's?
   __device__ __forceinline__ bool precedes(int a, int b) const {
-    u32 x = slot[a].depth_rank, y = slot[b].depth_rank;
+    return precedes(a, slot[a].depth_rank, b, slot[b].depth_rank);
+  }
+  // The same of two candidates given by their parents a and b and their depths and ranks x and y.
+  __device__ __forceinline__ bool precedes(int a, u32 x, int b, u32 y) const {
     const int longer = (int)(x >> 16) - (int)(y >> 16);
     for (int i = 0; i < longer; ++i) up(a, x);
     for (int i = 0; i < -longer; ++i) up(b, y);
@@ -66,78 +72,99 @@ struct Tree {
   }
   // From a child, given by its parent and its depth and rank, to that parent.
   __device__ __forceinline__ void up(int& parent, u32& depth_rank) const {
-    const Node n = node[parent];
-    parent = n.parent;
-    depth_rank = n.depth_rank;
+    const u32 who = node[parent];
+    parent = parent_of(who);
+    depth_rank = depth_rank_of(who);
   }
 };
 
-// For budgets below SMALL every lane keeps its keys in registers: slot s is entry s / 32 of lane s % 32. A node is a step
-// that the next one waits for, so all lanes follow it alike: no branch that splits the warp, no global read.
-// `table` [depths][RANKS] holds the log-probabilities, NaN behind the last: no rank that can be reached is larger.
-#define SMALL 96
-#define PER (SMALL / 32)
-#define RANKS (SMALL + 2)
+// For budgets up to SMALL the frontier is a list in order of score, one candidate a lane; lane 0's is popped. A pop is a
+// chain of dependent instructions, and nothing else counts: no branch that splits the warp, no vote, no global read in it.
+// Every lane sees by the scores of itself and its neighbours whether the two new candidates go before or behind it, and
+// takes what belongs to it from itself, a neighbour or the new ones.
+//
+// A candidate that falls off the end has 32 before it, and no more than 32 pops are left: after p pops there are at most
+// p + 1 candidates. So it is never popped, nor is one whose place in the list is wrong because that one was missing.
+#define SMALL 64
+#define RANKS (SMALL + 1)
+#define NONE __longlong_as_double((i64)0xfff0000000000000ull)  // -inf: no candidate
 
-// The slot to pop out of 0..made where several keys share the upper half; the keys stand in shared memory.
-__device__ __noinline__ int find_among_equals(Tree tree, int made) {
-  int front = 0;
-  for (int s = 1; s <= made; ++s)
-    if (tree.key[s] > tree.key[front] || (tree.key[s] && tree.key[s] == tree.key[front] && tree.precedes(s, front))) front = s;
-  return front;
+struct Candidate {
+  double score;
+  u32 who;
+};
+__device__ __forceinline__ Candidate select(bool condition, Candidate a, Candidate b) {
+  const int high = condition ? __double2hiint(a.score) : __double2hiint(b.score);
+  const int low = condition ? __double2loint(a.score) : __double2loint(b.score);
+  return {__hiloint2double(high, low), condition ? a.who : b.who};
+}
+__device__ __forceinline__ Candidate shuffle(Candidate c, int lane) {
+  return {__shfl_sync(FULL_WARP, c.score, lane), __shfl_sync(FULL_WARP, c.who, lane)};
 }
 
-__device__ __forceinline__ int grow_small(Tree tree, const Slot* first, const float* table, double* scores, int depths, int budget) {
+// Of the lanes of `run`, whose scores are equal: the one whose candidate has the smallest tuple.
+__device__ __noinline__ int front_of(Tree tree, u32 who, u32 run) {
   const int lane = threadIdx.x;
-  if (!depths) return 0;
-  if (lane == 0) tree.put(0, first[0], (double)first[0].here);
-  u64 key[PER] = {lane ? 0 : score_key((double)first[0].here)};
-  __syncwarp();
+  int front = run >> lane & 1 ? lane : -1;
+#pragma unroll 1
+  for (int o = 16; o; o >>= 1) {
+    const int other = __shfl_xor_sync(FULL_WARP, front, o);
+    const u32 theirs = __shfl_xor_sync(FULL_WARP, who, o);
+    if (other >= 0 && (front < 0 || tree.precedes(parent_of(theirs), depth_rank_of(theirs), parent_of(who), depth_rank_of(who)))) {
+      front = other;
+      who = theirs;
+    }
+  }
+  return __shfl_sync(FULL_WARP, front, 0);
+}
+
+// `table` [depths + 2][RANKS] holds the log-probabilities as float64, NONE behind the last of a depth and of the depths.
+// Returns the number of nodes, or -1 where a candidate fell off that has the last one's score: either could be the first.
+__device__ __forceinline__ int grow_small(Tree tree, const double* table, int depths, int budget) {
+  const int lane = threadIdx.x;
+  Candidate mine = {lane || !depths ? NONE : table[0], 1u << 16};
+  bool doubt = false;
   int made = 0;
   for (; made < budget; ++made) {
-    u64 best = key[0];
-    int at = lane;
-#pragma unroll
-    for (int j = 1; j < PER; ++j) {
-      at = key[j] > best ? lane + 32 * j : at;
-      best = key[j] > best ? key[j] : best;
+    Candidate head = shuffle(mine, 0);
+    const u32 run = __ballot_sync(FULL_WARP, mine.score == head.score);
+    if (head.score == NONE) break;
+    if (run & (run - 1)) {
+      __syncwarp();  // the nodes are written
+      const int front = front_of(tree, mine.who, run);
+      const Candidate swapped = shuffle(mine, front);
+      mine = select(lane == front, head, mine);
+      head = swapped;
     }
-    const u32 top = __reduce_max_sync(FULL_WARP, (u32)(best >> 32));
-    if (!top) break;  // the upper half of a finite score is never 0
-    int equal = 0;
-#pragma unroll
-    for (int j = 0; j < PER; ++j) equal += (u32)(key[j] >> 32) == top;
-    const u32 several = __ballot_sync(FULL_WARP, equal > 1), lanes = __ballot_sync(FULL_WARP, equal > 0);
-    at = __shfl_sync(FULL_WARP, at, __ffs((int)lanes) - 1);
-    if (several | (lanes & (lanes - 1))) {  // rare
-#pragma unroll
-      for (int j = 0; j < PER; ++j)
-        if (lane + 32 * j <= made) tree.key[lane + 32 * j] = key[j];
-      __syncwarp();
-      at = find_among_equals(tree, made);
-      __syncwarp();
-    }
-    const Slot s = tree.slot[at];
-    const double w = tree.score[at];
-    const int depth = s.depth_rank >> 16, rank = s.depth_rank & 0xffff, node = made + 1;
-    const Slot below = first[min(depth, depths - 1)];
-    const float after = table[(depth - 1) * RANKS + min(rank + 2, RANKS - 1)];
-    const double child = w + (double)s.child, sibling = (w - (double)s.here) + (double)s.next;
-    const u64 child_key = is_nan(s.child) ? 0 : score_key(child), sibling_key = is_nan(s.next) ? 0 : score_key(sibling);
-#pragma unroll
-    for (int j = 0; j < PER; ++j) key[j] = lane + 32 * j == at ? sibling_key : lane + 32 * j == node ? child_key : key[j];
-    __syncwarp();  // all have read the slot
+    const Candidate left = {__shfl_up_sync(FULL_WARP, mine.score, 1), __shfl_up_sync(FULL_WARP, mine.who, 1)};
+    Candidate right = {__shfl_down_sync(FULL_WARP, mine.score, 1), __shfl_down_sync(FULL_WARP, mine.who, 1)};
+    right = select(lane == 31, {NONE, 1u << 16}, right);
+    const int depth = depth_of(head.who), node = made + 1;
+    const double *here = table + (depth - 1) * RANKS + rank_at(head.who), *below = table + depth * RANKS;
+    const Candidate child = {head.score + below[0], pack(node, (u32)(depth + 1) << 16)};
+    const Candidate sibling = {(head.score - here[0]) + here[1], head.who + 1};
     if (lane == 0) {
-      tree.slot[at] = {s.next, after, s.child, s.depth_rank + 1};
-      tree.score[at] = sibling;
-      tree.slot[node] = below;
-      tree.score[node] = child;
-      tree.node[node] = {at, s.depth_rank};
-      scores[node] = w;
+      tree.popped[node] = head.score;
+      tree.node[node] = head.who;
     }
-    __syncwarp();
+    // of two equal ones the child is first: its tuple is (..., rank, 0), the sibling's (..., rank + 1)
+    const bool child_first = child.score >= sibling.score;
+    const Candidate first = select(child_first, child, sibling), second = select(child_first, sibling, child);
+    // does the list's candidate here, at the left, at the right stand before the first and the second new one?
+    const bool mine_first = lane == 0 | (mine.score > child.score & mine.score > sibling.score);
+    const bool mine_second = lane == 0 | mine.score > child.score | mine.score > sibling.score;
+    const bool left_second = lane <= 1 | left.score > child.score | left.score > sibling.score;
+    const bool right_first = right.score > child.score & right.score > sibling.score;
+    const bool kept = mine_second & !mine_first;
+    const Candidate old = mine;
+    mine = select(kept, mine, left);
+    mine = select(left_second & !mine_second, second, mine);
+    mine = select(mine_first, first, mine);
+    mine = select(right_first, right, mine);
+    const double fallen = mine_second ? second.score : old.score;  // of lane 31
+    doubt |= mine.score == fallen & fallen != NONE;
   }
-  return made;
+  return __shfl_sync(FULL_WARP, (int)doubt, 31) ? -1 : made;
 }
 
 // Finds the candidate to pop, by a warp; false if there is none. The lane that looks after its slot gets the slot, the
@@ -174,8 +201,8 @@ __device__ __forceinline__ bool find_best(const Tree& tree, int made, int& at) {
 }
 
 // Pops nodes until the budget is used or no candidate is left, by warp 0; returns how many.
-__device__ __forceinline__ int grow(Tree tree, const Slot* first, const int* count, const float* logps, double* scores, int depths,
-                                    int k, int budget) {
+__device__ __forceinline__ int grow(Tree tree, const Slot* first, const int* count, const float* logps, int depths, int k,
+                                    int budget) {
   const float none = __int_as_float(0x7fc00000);
   int made = 0;
   if (!depths) return 0;
@@ -188,8 +215,8 @@ __device__ __forceinline__ int grow(Tree tree, const Slot* first, const int* cou
       const int depth = s.depth_rank >> 16, rank = s.depth_rank & 0xffff, node = made + 1;
       // two ranks on: loaded now, waited for when all else is done
       const float after = rank + 2 < count[depth - 1] ? __ldg(logps + (depth - 1) * k + rank + 2) : none;
-      tree.node[node] = {at, s.depth_rank};
-      scores[node] = w;
+      tree.popped[node] = w;
+      tree.node[node] = pack(at, s.depth_rank);
       tree.key[at] = tree.key[node] = 0;
       if (!is_nan(s.child)) tree.put(node, first[depth], w + (double)s.child);
       if (!is_nan(s.next)) tree.put(at, {s.next, after, s.child, s.depth_rank + 1}, (w - (double)s.here) + (double)s.next);
@@ -206,28 +233,34 @@ extern "C" __global__ void __launch_bounds__(128)
                int* paths, u32* visible, int* bad, int horizon, int k, int budget, int last_position) {
   extern __shared__ float4 shared[];
   __shared__ Slot first[MOST_DEPTHS];  // the first child of a node, by its depth
-  __shared__ float table[MOST_DEPTHS * RANKS];
   __shared__ int count[MOST_DEPTHS], made;
-  const int b = blockIdx.x, t = threadIdx.x, nodes = budget + 1, start = starts[b];
+  const int b = blockIdx.x, t = threadIdx.x, nodes = budget + 1, start = starts[b], root = roots[b];
   Tree tree;
   tree.slot = (Slot*)shared;
   tree.score = (double*)(tree.slot + nodes);
   tree.key = (u64*)(tree.score + nodes);
-  tree.node = (Node*)(tree.key + nodes);
+  tree.popped = (double*)(tree.key + nodes);
+  double* table = tree.popped + nodes;
+  tree.node = (u32*)(table + (budget <= SMALL ? (MOST_DEPTHS + 2) * RANKS : 0));
   const i64 marginals = (i64)b * horizon, row0 = (i64)b * nodes;
   ids += marginals * k;
   logps += marginals * k;
   if (t < MOST_DEPTHS) count[t] = t >= horizon ? 0 : counts ? max(0, min(k, counts[marginals + t])) : k;
   __syncthreads();
-  if (budget < SMALL)
-    for (int i = t; i < horizon * RANKS; i += 128) {
-      const int d = i / RANKS, rank = i % RANKS;
-      table[i] = rank < count[d] ? logps[d * k + rank] : __int_as_float(0x7fc00000);
-    }
-  bool broken = false;
-  for (int i = t; i < horizon * k; i += 128) broken |= i % k < count[i / k] && !is_finite(logps[i]);
   const int end = __ffs((int)__ballot_sync(FULL_WARP, count[t & 31] == 0));  // the first depth without candidates ends the horizon
   int deepest = min(end ? end - 1 : MOST_DEPTHS, max(0, last_position - start));
+  bool broken = false;
+  const bool small = budget <= SMALL;
+  for (int d = t / 32; d < horizon; d += 4)
+#pragma unroll 4
+    for (int rank = t % 32; rank < count[d]; rank += 32) {
+      const float logp = logps[d * k + rank];
+      broken |= !is_finite(logp);
+      if (small && d < deepest && rank < RANKS) table[d * RANKS + rank] = (double)logp;
+    }
+  if (small)
+    for (int d = t / 32; d < deepest + 2; d += 4)
+      for (int rank = (d < deepest ? count[d] : 0) + t % 32; rank < RANKS; rank += 32) table[d * RANKS + rank] = NONE;
   if (t < deepest) {
     const float none = __int_as_float(0x7fc00000), *p = logps + t * k;
     first[t] = {p[0], count[t] > 1 ? p[1] : none, t + 1 < deepest ? p[k] : none, (u32)(t + 1) << 16};
@@ -237,8 +270,8 @@ extern "C" __global__ void __launch_bounds__(128)
     if (t == 0) bad[b] = 1;
   }
   if (t < 32) {
-    const int n = budget < SMALL ? grow_small(tree, first, table, scores + row0, deepest, budget)
-                                 : grow(tree, first, count, logps, scores + row0, deepest, k, budget);
+    int n = small ? grow_small(tree, table, deepest, budget) : -1;
+    if (n < 0) n = grow(tree, first, count, logps, deepest, k, budget);
     if (t == 0) made = n_nodes[b] = n;
   }
   __syncthreads();
@@ -246,11 +279,12 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int i = t; i < nodes; i += 128) {
     const i64 row = row0 + i;
     const bool drawn = i > 0 && i <= made;
-    const int depth = drawn ? tree.node[i].depth_rank >> 16 : 0, rank = drawn ? tree.node[i].depth_rank & 0xffff : 0;
-    tokens[row] = drawn ? ids[(depth - 1) * k + rank] : roots[b];
-    parents[row] = drawn ? tree.node[i].parent : -1;
+    const u32 who = drawn ? tree.node[i] : 0;
+    const int depth = depth_of(who), rank = rank_at(who);
+    tokens[row] = drawn ? ids[(depth - 1) * k + rank] : root;
+    parents[row] = drawn ? parent_of(who) : -1;
     depths[row] = depth;
-    if (!drawn) scores[row] = 0.0;
+    scores[row] = drawn ? tree.popped[i] : 0.0;
     positions[row] = start + depth;
     places[row] = start + i;
     slots[row] = b;
@@ -259,13 +293,13 @@ extern "C" __global__ void __launch_bounds__(128)
     for (int d = horizon; d > depth; --d) path[d] = start + i;
     for (int d = depth, at = i; d >= 0; --d) {
       path[d] = start + at;
-      if (d) at = tree.node[at].parent;
+      if (d) at = parent_of(tree.node[at]);
     }
     // ancestors stand in descending order on the way up
     u32* bits = visible + row * words;
     for (int word = words - 1, at = i; word >= 0; --word) {
       u32 seen = 0;
-      for (; at >= 32 * word; at = drawn && at ? tree.node[at].parent : -1) seen |= 1u << (at & 31);
+      for (; at >= 32 * word; at = drawn && at ? parent_of(tree.node[at]) : -1) seen |= 1u << (at & 31);
       bits[word] = seen;
     }
   }

@@ -5,14 +5,16 @@
 //                                               integer (unique_key); 0 behind the last where a part has fewer
 //      bad    int32 [rows]                      set to 1 if a logit is not finite; never cleared here
 //      sums   float32 [rows, parts]             sum of exp(logit - max of the row) over the part
+//      arrived int32 [rows]                     blocks of topk_final that are done: 0 before and after
 //      ids int32, logps float32 [rows, k]       logp = logit - (max + log(sum))
 //
-// launch  topk_parts, logsum_parts: grid (ceil(vocab / 8192), rows), block 128;  topk_final: grid (ceil(parts * k / 128), rows)
+// launch  topk_parts: grid (parts, rows);  topk_final: grid (parts + 1, rows);  parts = ceil(vocab / 8192), block 128
 // work    topk_parts holds 64 keys a thread in registers. For k <= 128 the k-th largest of the threads' maxima bounds the
 //         candidates to a handful; else, or where many are equal, the k-th key is found by halving the range of keys, one
 //         count of the block a bit (ties: the same over indices). A chosen key's place is the number of keys before it.
-//         topk_final: a thread a candidate, whose place among all is its own place and, by halving, those in the other
-//         parts' lists
+//         topk_final: a block a part adds its exponentials, while one block a row merges the lists: each part's
+//         ceil(k / parts)-th key bounds the candidates; the place of one is the number of candidates before it. The
+//         row's last block to end adds the parts' sums and turns logits into log-probabilities
 // order   choice: NaN first, then the larger value, then the smaller id: exact in any order
 //         sum: sum128, whose blocks of 8192 are the parts, added in ascending order from +0
 // bytes   8 * rows * vocab + 16 * rows * parts * k
@@ -41,6 +43,20 @@ struct Counter {
   }
 };
 
+// Room for `mine` more entries of each thread in a list of `taken`, by one atomic a warp; returns where the thread's begin.
+__device__ __forceinline__ int reserve(int& taken, int mine) {
+  const int lane = threadIdx.x & 31;
+  int upto = mine;
+#pragma unroll
+  for (int o = 1; o < 32; o *= 2) {
+    const int below = __shfl_up_sync(FULL_WARP, upto, o);
+    if (lane >= o) upto += below;
+  }
+  int base = 0;
+  if (lane == 31) base = atomicAdd(&taken, upto);
+  return __shfl_sync(FULL_WARP, base, 31) + upto - mine;
+}
+
 // Collects all keys that reach the kept-th largest of the threads' maxima: at least `kept` do, and as a rule few more.
 // False where they are more than the list holds (many equal keys).
 __device__ __forceinline__ bool few_candidates(const u32 (&key)[HELD], int first, int kept, u64 (&chosen)[MOST], u64 (&maxima)[128],
@@ -54,11 +70,15 @@ __device__ __forceinline__ bool few_candidates(const u32 (&key)[HELD], int first
   if (rank_of(maxima, 128, maxima[t]) == kept - 1) bound = max(most, 1u);  // 0 is no key
   __syncthreads();
   const u32 least = bound;
+  int mine = 0;
+#pragma unroll
+  for (int j = 0; j < HELD; ++j) mine += key[j] >= least;
+  int at = reserve(taken, mine);
 #pragma unroll
   for (int j = 0; j < HELD; ++j)
     if (key[j] >= least) {
-      const int at = atomicAdd(&taken, 1);
       if (at < MOST) chosen[at] = (u64)key[j] << 32 | (u32) ~(first + j * 128 + t);
+      ++at;
     }
   __syncthreads();
   const bool few = taken <= MOST;
@@ -137,38 +157,36 @@ extern "C" __global__ void __launch_bounds__(128) topk_parts(const float* logits
   for (int i = kept + t; i < k; i += 128) keys[i] = 0;
 }
 
-// The row's maximum, from the first key of each of its parts.
+// The row's maximum, from the first key of each of its parts, by a warp.
 __device__ __forceinline__ float row_peak(const u64* keys, int parts, int k) {
   u32 top = 0;
-  for (int p = 0; p < parts; ++p) top = max(top, (u32)(keys[(i64)p * k] >> 32));
-  return key_value(top);
+  for (int p = threadIdx.x & 31; p < parts; p += 32) top = max(top, (u32)(keys[(i64)p * k] >> 32));
+  return key_value(__reduce_max_sync(FULL_WARP, top));
 }
 
-// sum128 of exp(x - peak) of at most 8192 elements, by 128 threads; every thread gets it. `part` is shared memory.
-template <bool VEC> __device__ __forceinline__ float exp_sum(const float* x, int n, float peak, float (&part)[4]) {
+// sum128 of exp(x - peak) of a part's n elements, by 128 threads; every thread gets it. All loads are under way before the
+// first is waited for: those of the peak's keys too.
+template <bool VEC> __device__ __forceinline__ float exp_sum(const float* x, int n, const u64* keys, int parts, int k) {
+  __shared__ float part[4];
   const int t = threadIdx.x;
+  float4 v[HELD / 4];
+#pragma unroll
+  for (int j = 0; j < HELD / 4; ++j)
+    if (4 * (j * 128 + t) < n) v[j] = load_quad<VEC>(x, j * 128 + t, n);
+  const float peak = row_peak(keys, parts, k);
   float a[1] = {0.f};
-#pragma unroll 4
-  for (int q = t; q < (n + 3) / 4; q += 128) {
-    const float4 v = load_quad<VEC>(x, q, n);
-    a[0] = a[0] + exact_exp(v.x - peak);
-    if (VEC || 4 * q + 1 < n) a[0] = a[0] + exact_exp(v.y - peak);
-    if (VEC || 4 * q + 2 < n) a[0] = a[0] + exact_exp(v.z - peak);
-    if (VEC || 4 * q + 3 < n) a[0] = a[0] + exact_exp(v.w - peak);
+#pragma unroll
+  for (int j = 0; j < HELD / 4; ++j) {
+    const int i = 4 * (j * 128 + t);
+    if (i < n) a[0] = a[0] + exact_exp(v[j].x - peak);
+    if (i + 1 < n) a[0] = a[0] + exact_exp(v[j].y - peak);
+    if (i + 2 < n) a[0] = a[0] + exact_exp(v[j].z - peak);
+    if (i + 3 < n) a[0] = a[0] + exact_exp(v[j].w - peak);
   }
   fold32(a);
   if ((t & 31) == 0) part[t >> 5] = a[0];
   __syncthreads();
   return (part[0] + part[1]) + (part[2] + part[3]);
-}
-
-extern "C" __global__ void __launch_bounds__(128) logsum_parts(const float* logits, const u64* keys, float* sums, int vocab, int k) {
-  __shared__ float part[4];
-  const int row = blockIdx.y, parts = gridDim.x, first = blockIdx.x * PART, size = min(PART, vocab - first);
-  const float* x = logits + (i64)row * vocab + first;
-  const float peak = row_peak(keys + (i64)row * parts * k, parts, k);
-  const float sum = (vocab & 3) == 0 && ((u64)logits & 15) == 0 ? exp_sum<true>(x, size, peak, part) : exp_sum<false>(x, size, peak, part);
-  if (threadIdx.x == 0) sums[(i64)row * parts + blockIdx.x] = sum;
 }
 
 // How many keys of a list in descending order stand before this one.
@@ -186,31 +204,97 @@ __device__ __forceinline__ int keys_before(const u64* list, int n, u64 key) {
   return low;
 }
 
-// The lists of a row are walked by dependent reads: from shared memory where they fit, STAGED keys.
-#define STAGED 3072
+// The k first of a row's lists, by one block: their ids, and their logits in place of log-probabilities.
+__device__ __forceinline__ void merge_lists(const float* logits, const u64* keys, int* ids, float* logps, int parts, int k) {
+  __shared__ u64 chosen[MOST];
+  __shared__ u32 bound;
+  __shared__ int taken;
+  const int t = threadIdx.x, all = parts * k, share = (k + parts - 1) / parts;
+  auto put = [&](int place, u64 key) {
+    const int id = (int)~(u32)key;
+    ids[place] = id;
+    logps[place] = logits[id];
+  };
+  if (t == 0) {
+    bound = 0xffffffffu;
+    taken = 0;
+  }
+  __syncthreads();
+  // at least k keys reach the least of the parts' share-th keys; a part with fewer than that has a 0 there: no bound
+  u32 least = 0xffffffffu;
+  for (int p = t; p < parts; p += 128) least = min(least, (u32)(keys[(i64)p * k + share - 1] >> 32));
+  least = __reduce_min_sync(FULL_WARP, least);
+  if ((t & 31) == 0) atomicMin(&bound, least);
+  __syncthreads();
+  least = max(bound, 1u);  // 0 is no key
+  for (int i = t - (t & 31); i < all; i += 4 * 128) {
+    u64 key[4];
+    int mine = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int at = i + j * 128 + (t & 31);
+      key[j] = at < all ? keys[at] : 0;
+      mine += (u32)(key[j] >> 32) >= least;
+    }
+    int at = reserve(taken, mine);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if ((u32)(key[j] >> 32) >= least) {
+        if (at < MOST) chosen[at] = key[j];
+        ++at;
+      }
+  }
+  __syncthreads();
+  if (taken <= MOST) {
+    for (int i = t; i < taken; i += 128) {
+      const int place = rank_of(chosen, taken, chosen[i]);
+      if (place < k) put(place, chosen[i]);
+    }
+    return;
+  }
+  // many equal values, or a part with fewer than its share
+  for (int i = t; i < all; i += 128) {
+    const u64 key = keys[i];
+    if (!key) continue;
+    int place = i % k;
+    for (int p = 0; p < parts && place < k; ++p)
+      if (p != i / k) place += keys_before(keys + (i64)p * k, k, key);
+    if (place < k) put(place, key);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(128)
-    topk_final(const float* logits, const u64* keys, const float* sums, int* ids, float* logps, int vocab, int k) {
-  __shared__ u64 staged[STAGED];
-  const int i = blockIdx.x * 128 + threadIdx.x, row = blockIdx.y, parts = (vocab + PART - 1) / PART, all = parts * k;
-  keys += (i64)row * all;
-  if (all <= STAGED) {
-#pragma unroll 4
-    for (int j = threadIdx.x; j < all; j += 128) staged[j] = keys[j];
-    __syncthreads();
-    keys = staged;
+    topk_final(const float* logits, const u64* keys, float* sums, int* arrived, int* ids, float* logps, int vocab, int k) {
+  __shared__ float added[128];
+  __shared__ bool last;
+  const int t = threadIdx.x, row = blockIdx.y, parts = gridDim.x - 1;
+  logits += (i64)row * vocab;
+  keys += (i64)row * parts * k;
+  sums += (i64)row * parts;
+  ids += (i64)row * k;
+  logps += (i64)row * k;
+  if ((int)blockIdx.x < parts) {
+    const int first = blockIdx.x * PART, size = min(PART, vocab - first);
+    const bool quads = (vocab & 3) == 0 && ((u64)logits & 15) == 0;
+    const float sum = quads ? exp_sum<true>(logits + first, size, keys, parts, k) : exp_sum<false>(logits + first, size, keys, parts, k);
+    if (t == 0) sums[blockIdx.x] = sum;
+  } else {
+    merge_lists(logits, keys, ids, logps, parts, k);
   }
-  if (i >= all) return;
-  const u64 key = keys[i];
-  if (!key) return;
-  int rank = i % k;
-  for (int p = 0; p < parts && rank < k; ++p)
-    if (p != i / k) rank += keys_before(keys + (i64)p * k, k, key);
-  if (rank >= k) return;
+  __threadfence();
+  __syncthreads();
+  if (t == 0) last = atomicAdd(arrived + row, 1) == parts;
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
   float sum = 0.f;
-#pragma unroll 4
-  for (int p = 0; p < parts; ++p) sum = sum + sums[(i64)row * parts + p];
-  const int id = (int)~(u32)key;
-  ids[(i64)row * k + rank] = id;
-  logps[(i64)row * k + rank] = logits[(i64)row * vocab + id] - (row_peak(keys, parts, k) + exact_log(sum));
+  for (int first = 0; first < parts; first += 128) {
+    if (first + t < parts) added[t] = sums[first + t];
+    __syncthreads();
+    for (int p = 0; p < min(128, parts - first); ++p) sum = sum + added[p];
+    __syncthreads();
+  }
+  const float log_z = row_peak(keys, parts, k) + exact_log(sum);
+  for (int i = t; i < k; i += 128) logps[i] = logps[i] - log_z;
+  if (t == 0) arrived[row] = 0;
 }

@@ -116,12 +116,13 @@ class DFlashDrafter:
         parts = -(-vocab // PART)
         self.keys = new("keys", b * self.horizon, parts, self.k, dtype=np.uint64)
         self.part_sums = new("part_sums", b * self.horizon, parts)
+        self.arrived = self.device.upload("draft.arrived", np.zeros(b * self.horizon, i32))
         self.ids, self.logps = new("ids", b, self.horizon, self.k, dtype=i32), new("logps", b, self.horizon, self.k)
         self.counts = None
 
     def load(self) -> None:
         """Compile and load the drafter's own kernels: a capture can load nothing."""
-        names = ["tap_rows", "gather_rows", "draft_qkv", "draft_rows", "topk_parts", "logsum_parts", "topk_final"]
+        names = ["tap_rows", "gather_rows", "draft_qkv", "draft_rows", "topk_parts", "topk_final"]
         self.launch.load(names)
 
     def admit(self, slot: int, sequence: Sequence) -> None:
@@ -291,6 +292,5 @@ class DFlashDrafter:
         rows, vocab = self.batch * self.horizon, self.target.config.vocab_size
         size = {"rows": rows, "vocab": vocab, "k": self.k}
         self.launch("topk_parts", logits=self.logits, keys=self.keys, bad=self.bad, **size)
-        self.launch("logsum_parts", logits=self.logits, keys=self.keys, sums=self.part_sums, **size)
-        found = {"ids": self.ids, "logps": self.logps}
-        self.launch("topk_final", logits=self.logits, keys=self.keys, sums=self.part_sums, **found, **size)
+        found = {"sums": self.part_sums, "arrived": self.arrived, "ids": self.ids, "logps": self.logps}
+        self.launch("topk_final", logits=self.logits, keys=self.keys, **found, **size)

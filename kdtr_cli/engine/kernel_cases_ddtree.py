@@ -64,6 +64,10 @@ def _tree_inputs(rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray, in
     coarse = _logps(rng, 2, 7, 32).view(np.uint32) & np.uint32(0xFFFF0000)
     yield "bf16 log-probabilities", coarse.view(f32), 90, {}
     yield "every value twice", np.repeat(_logps(rng, 2, 7, 8), 2, -1), 50, {}
+    # as many candidates as a list in order holds, and more: equal ones on both sides of its end
+    for steps in (2, 16, 128, 1024):
+        rounded = np.round(_logps(rng, 24, 7, 64, 2.0) * f32(steps)) / f32(steps)
+        yield f"a grid of 1/{steps}, 24 requests", rounded.astype(f32), 64, {}
     # float64 scores that differ in their lower halves only
     fine = -(f32(1) + np.arange(16, dtype=f32) * f32(2.0**-23)).astype(f32)
     yield "neighbouring numbers", np.broadcast_to(fine, (1, 4, 16)).copy(), 70, {}
@@ -98,7 +102,7 @@ def _build_tree(rng: np.random.Generator) -> Iterator[Case]:
     yield _tree_case(rng, "a full tree of 1022", _logps(rng, 1, 9, 2), 1024)
     for label, logps, budget, more in _tree_inputs(rng):
         # below 96 nodes the kernel goes another way
-        for nodes in (budget, budget + 96):
+        for nodes in sorted({min(budget, 64), budget, budget + 96}):
             yield _tree_case(rng, f"{label}, budget {nodes}", logps, nodes, **more)
 
 

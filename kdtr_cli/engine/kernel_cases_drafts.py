@@ -84,26 +84,20 @@ def _topk_parts(rng: np.random.Generator) -> Iterator[Case]:
     yield Case("a flag is not cleared", {**values, "bad": np.full(rows, 4, i32), "rows": rows, "vocab": vocab, "k": k})
 
 
-def _logsum_parts(rng: np.random.Generator) -> Iterator[Case]:
-    for label, logits, k in _logits(rng):
-        rows, vocab = logits.shape
-        keys = _keys(logits, k)
-        values = {"logits": logits, "keys": keys, "sums": poison(*keys.shape[:2]), "rows": rows}
-        yield Case(label, {**values, "vocab": vocab, "k": k})
-
-
 def _topk_final(rng: np.random.Generator) -> Iterator[Case]:
-    def case(label: str, logits: np.ndarray, k: int, most: float) -> Case:
+    def case(label: str, logits: np.ndarray, k: int) -> Case:
         rows, vocab = logits.shape
         keys = _keys(logits, k)
-        values = {"logits": logits, "keys": keys, "sums": rng.uniform(most / 8, most, keys.shape[:2]).astype(f32)}
+        values = {"logits": logits, "keys": keys, "sums": poison(*keys.shape[:2]), "arrived": np.zeros(rows, i32)}
         values |= {"ids": poison(rows, k, dtype=i32), "logps": poison(rows, k), "rows": rows, "vocab": vocab, "k": k}
         return Case(label, values)
 
     for label, logits, k in _logits(rng):
-        yield case(label, logits, k, 3000)
-    # a sum near 1 and small logits: the order in which the parts are added shows
-    yield case("the order of the parts", normal(rng, 24, 3 * PART + 5) * f32(1e-3), 4, 0.5)
+        yield case(label, logits, k)
+    # one large logit, the others' sum below 1: the order in which the parts are added shows in its log-probability
+    low = normal(rng, 24, 5 * PART + 5) - f32(12)
+    low[:, 7] = 0
+    yield case("the order of the parts", low, 4)
 
 
 # ---------------------------------------------------------------------------------------------------- drafters
@@ -224,7 +218,6 @@ def _draft_qkv(rng: np.random.Generator) -> Iterator[Case]:
 #: kernel → maker of its cases
 DRAFT_CASES: dict[str, Maker] = {
     "topk_parts": _topk_parts,
-    "logsum_parts": _logsum_parts,
     "topk_final": _topk_final,
     "draft_ngram": _draft_ngram,
     "draft_synthetic": _draft_synthetic,

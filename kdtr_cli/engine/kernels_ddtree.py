@@ -14,8 +14,8 @@ out i32 counts[batch, horizon]
 
 
 def _tree_shared(d: Dims) -> int:
-    """Dynamic shared memory of build_tree: a slot and a node for each of budget + 1 rows (tree.cu)."""
-    return 40 * (d["budget"] + 1)
+    """Dynamic shared memory of build_tree: slot and node of each of budget + 1 rows, and the table of small budgets."""
+    return 44 * (d["budget"] + 1) + (8 * 34 * 65 if d["budget"] <= 64 else 0)
 
 
 DDTREE = (
@@ -107,35 +107,22 @@ DDTREE = (
         bytes=lambda d: 4 * d["rows"] * d["vocab"] + 8 * d["rows"] * up(d["vocab"], PART) * d["k"],
     ),
     Kernel(
-        "logsum_parts",
+        "topk_final",
         "topk.cu",
         args("""
         in f32 logits[rows, vocab]
         in u64 keys[rows, parts, k]
         out f32 sums[rows, parts]
-        i32 vocab
-        i32 k
-        """),
-        lambda d: (up(d["vocab"], PART), d["rows"], 1),
-        "logsum_parts",
-        bytes=lambda d: 4 * d["rows"] * d["vocab"],
-        flops=lambda d: 25 * d["rows"] * d["vocab"],
-    ),
-    Kernel(
-        "topk_final",
-        "topk.cu",
-        args("""
-        in f32 logits[rows, vocab]
-        in u64 keys[rows, parts, k]
-        in f32 sums[rows, parts]
+        inout i32 arrived[rows]
         out i32 ids[rows, k]
         out f32 logps[rows, k]
         i32 vocab
         i32 k
         """),
-        lambda d: (up(up(d["vocab"], PART) * d["k"], 128), d["rows"], 1),
+        lambda d: (up(d["vocab"], PART) + 1, d["rows"], 1),
         "topk_final",
-        bytes=lambda d: 8 * d["rows"] * d["k"] * (up(d["vocab"], PART) + 1),
+        bytes=lambda d: 4 * d["rows"] * d["vocab"] + 8 * d["rows"] * d["k"] * (up(d["vocab"], PART) + 1),
+        flops=lambda d: 25 * d["rows"] * d["vocab"],
     ),
     Kernel(
         "draft_ngram",

@@ -70,19 +70,16 @@ def topk_parts(logits, keys, bad, vocab, k, **_):
     bad |= (~np.isfinite(logits)).any(-1)
 
 
-def logsum_parts(logits, sums, vocab, **_):
+def topk_final(logits, sums, arrived, ids, logps, vocab, k, **_):
     p = arith.exp(logits - arith.maximum(logits)[:, None])
+    total = np.zeros(len(logits), f32)
     for part, first in enumerate(range(0, vocab, PART)):
         sums[:, part] = arith.sum128(p[:, first : first + PART])
-
-
-def topk_final(logits, sums, ids, logps, k, **_):
-    ids[:] = arith.order(logits, k)
-    total = np.zeros(len(logits), f32)
-    for part in range(sums.shape[1]):
         total = total + sums[:, part]
+    ids[:] = arith.order(logits, k)
     log_z = arith.maximum(logits) + arith.log(total)
     logps[:] = np.take_along_axis(logits, ids, -1) - log_z[:, None]
+    arrived[:] = 0
 
 
 def _store(marginals, b, ids, logps, counts):
@@ -224,7 +221,6 @@ DDTREE_TWINS = {
         draft_rows,
         draft_qkv,
         topk_parts,
-        logsum_parts,
         topk_final,
         draft_ngram,
         draft_synthetic,

@@ -70,7 +70,7 @@ def python_us(logits) -> tuple[float, list]:
 
 def bench_builder(device) -> None:
     launch = Launcher(device)
-    names = ["topk_parts", "logsum_parts", "topk_final", "build_tree"]
+    names = ["topk_parts", "topk_final", "build_tree"]
     launch.load(names)
     i32, nodes, block = np.int32, BUDGET + 1, HORIZON + 1
     logits = device.alloc("logits", (HORIZON, VOCAB), np.float32)
@@ -80,6 +80,7 @@ def bench_builder(device) -> None:
     sums = device.alloc("sums", (HORIZON, parts), np.float32)
     bad = device.upload("bad", np.zeros(HORIZON, i32))
     ids, logps = device.alloc("ids", (HORIZON, BUDGET), i32), device.alloc("logps", (HORIZON, BUDGET), np.float32)
+    found = {"sums": sums, "arrived": device.upload("arrived", np.zeros(HORIZON, i32)), "ids": ids, "logps": logps}
     starts, roots = device.upload("starts", np.array([1000], i32)), device.upload("roots", np.array([5], i32))
     out = {
         name: device.alloc(name, (nodes,), i32)
@@ -92,8 +93,7 @@ def bench_builder(device) -> None:
 
     def marginals() -> None:
         launch("topk_parts", logits=logits, keys=keys, bad=bad, **size)
-        launch("logsum_parts", logits=logits, keys=keys, sums=sums, **size)
-        launch("topk_final", logits=logits, keys=keys, sums=sums, ids=ids, logps=logps, **size)
+        launch("topk_final", logits=logits, keys=keys, **found, **size)
 
     def tree(budget: int = BUDGET) -> None:
         limit = {"horizon": HORIZON, "k": BUDGET, "budget": budget, "last_position": 1 << 20, "batch": 1}
@@ -108,8 +108,7 @@ def bench_builder(device) -> None:
     print(f"  build_tree, us: {by_budget}")
     for name, own in (
         ("topk_parts", {"bad": bad}),
-        ("logsum_parts", {"sums": sums}),
-        ("topk_final", {"sums": sums, "ids": ids, "logps": logps}),
+        ("topk_final", found),
     ):
         us = timed(lambda n=name, o=own: launch(n, logits=logits, keys=keys, **o, **size))
         print(f"  {name}: {us:.1f} us")
