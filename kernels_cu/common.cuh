@@ -84,8 +84,8 @@ __device__ __forceinline__ bool before(float a, int i, float b, int j) {
 // An integer that grows with x in the contract's order: NaN above all, -0 = +0.
 __device__ __forceinline__ u32 order_key(float x) {
   if (is_nan(x)) return 0xffffffffu;
-  const u32 bits = __float_as_uint(x == 0.f ? 0.f : x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  const u32 bits = __float_as_uint(x + 0.f);  // -0 becomes +0
+  return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
 }
 
 // The key of element i, different for each: larger first, then the smaller index.

@@ -8,8 +8,8 @@
 //      arrived int32 [rows]                     blocks of topk_final that are done: 0 before and after
 //      ids int32, logps float32 [rows, k]       logp = logit - (max + log(sum))
 //
-// launch  topk_parts: grid (parts, rows);  topk_final: grid (parts + 1, rows);  parts = ceil(vocab / 8192), block 128
-// work    topk_parts holds 64 keys a thread in registers. For k <= 128 the k-th largest of the threads' maxima bounds the
+// launch  topk_parts: grid (parts, rows);  topk_final: grid (parts + 1, rows);  parts = ceil(vocab / 8192); blocks 256, 128
+// work    topk_parts holds 32 keys a thread in registers. For k <= 128 the k-th largest of 128 maxima bounds the
 //         candidates to a handful; else, or where many are equal, the k-th key is found by halving the range of keys, one
 //         count of the block a bit (ties: the same over indices). A chosen key's place is the number of keys before it.
 //         topk_final: a block a part adds its exponentials, while one block a row merges the lists: each part's
@@ -21,7 +21,8 @@
 #include "dot.cuh"
 
 #define PART 8192
-#define HELD (PART / 128)  // keys of one thread
+#define PARTS_THREADS 256             // of a block of topk_parts
+#define HELD (PART / PARTS_THREADS)  // keys of one of its threads
 #define MOST 1024
 
 // The value of a key; -0 has become +0.
@@ -57,17 +58,25 @@ __device__ __forceinline__ int reserve(int& taken, int mine) {
   return __shfl_sync(FULL_WARP, base, 31) + upto - mine;
 }
 
-// Collects all keys that reach the kept-th largest of the threads' maxima: at least `kept` do, and as a rule few more.
-// False where they are more than the list holds (many equal keys).
-__device__ __forceinline__ bool few_candidates(const u32 (&key)[HELD], int first, int kept, u64 (&chosen)[MOST], u64 (&maxima)[128],
+// Collects all keys that reach the kept-th largest of 128 maxima, each of two threads' keys: at least `kept` do, and as a
+// rule few more. False where they are more than the list holds (many equal keys).
+__device__ __forceinline__ bool few_candidates(const u32 (&key)[HELD], int first, int kept, u64 (&chosen)[MOST], u32 (&maxima)[128],
                                                u32& bound, int& taken) {
   const int t = threadIdx.x;
   u32 most = 0;
 #pragma unroll
   for (int j = 0; j < HELD; ++j) most = max(most, key[j]);
-  maxima[t] = (u64)most << 32 | (u32)~t;
+  if (t >= 128) maxima[t - 128] = most;
   __syncthreads();
-  if (rank_of(maxima, 128, maxima[t]) == kept - 1) bound = max(most, 1u);  // 0 is no key
+  if (t < 128) maxima[t] = max(maxima[t], most);
+  __syncthreads();
+  if (t < 128) {
+    const u32 own = maxima[t];
+    int rank = 0;
+#pragma unroll 16
+    for (int i = 0; i < 128; ++i) rank += maxima[i] > own | (maxima[i] == own & i < t);
+    if (rank == kept - 1) bound = max(own, 1u);  // 0 is no key
+  }
   __syncthreads();
   const u32 least = bound;
   int mine = 0;
@@ -77,7 +86,7 @@ __device__ __forceinline__ bool few_candidates(const u32 (&key)[HELD], int first
 #pragma unroll
   for (int j = 0; j < HELD; ++j)
     if (key[j] >= least) {
-      if (at < MOST) chosen[at] = (u64)key[j] << 32 | (u32) ~(first + j * 128 + t);
+      if (at < MOST) chosen[at] = (u64)key[j] << 32 | (u32) ~(first + j * PARTS_THREADS + t);
       ++at;
     }
   __syncthreads();
@@ -86,32 +95,33 @@ __device__ __forceinline__ bool few_candidates(const u32 (&key)[HELD], int first
   return few;
 }
 
-extern "C" __global__ void __launch_bounds__(128) topk_parts(const float* logits, u64* keys, int* bad, int vocab, int k) {
-  __shared__ u64 chosen[MOST], maxima[128];
-  __shared__ u32 bound;
+extern "C" __global__ void __launch_bounds__(PARTS_THREADS) topk_parts(const float* logits, u64* keys, int* bad, int vocab, int k) {
+  __shared__ u64 chosen[MOST];
+  __shared__ u32 maxima[128], bound;
   __shared__ int cells[3], taken;
   const int t = threadIdx.x, row = blockIdx.y, first = blockIdx.x * PART, size = min(PART, vocab - first), kept = min(k, size);
   logits += (i64)row * vocab + first;
   if (t == 0) cells[0] = taken = 0;
+  const int own = (size - t + PARTS_THREADS - 1) / PARTS_THREADS;  // elements of this thread
   float x[HELD];
 #pragma unroll
-  for (int j = 0; j < HELD; ++j) x[j] = j * 128 + t < size ? logits[j * 128 + t] : 0.f;
+  for (int j = 0; j < HELD; ++j) x[j] = j < own ? logits[j * PARTS_THREADS + t] : 0.f;
   u32 key[HELD];
   bool broken = false;
 #pragma unroll
   for (int j = 0; j < HELD; ++j) {
-    key[j] = j * 128 + t < size ? order_key(x[j]) : 0;  // 0: below every number
+    key[j] = j < own ? order_key(x[j]) : 0;  // 0: below every number
     broken |= !is_finite(x[j]);
   }
   if (broken) atomicOr(bad + row, 1);
   keys += ((i64)row * gridDim.x + blockIdx.x) * k;
   __syncthreads();
   if (kept <= 128 && few_candidates(key, first, kept, chosen, maxima, bound, taken)) {
-    for (int i = t; i < taken; i += 128) {
+    for (int i = t; i < taken; i += PARTS_THREADS) {
       const int place = rank_of(chosen, taken, chosen[i]);
       if (place < kept) keys[place] = chosen[i];
     }
-    for (int i = kept + t; i < k; i += 128) keys[i] = 0;
+    for (int i = kept + t; i < k; i += PARTS_THREADS) keys[i] = 0;
     return;
   }
   if (t == 0) taken = 0;
@@ -138,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(128) topk_parts(const float* logits
     for (int bit = PART / 2; bit && inside != kept; bit >>= 1) {
       int mine = 0;
 #pragma unroll
-      for (int j = 0; j < HELD; ++j) mine += key[j] > value || (key[j] == value && j * 128 + t < (limit | bit));
+      for (int j = 0; j < HELD; ++j) mine += key[j] > value || (key[j] == value && j * PARTS_THREADS + t < (limit | bit));
       const int all = counter.sum(mine);
       if (all <= kept) {
         limit |= bit;
@@ -149,12 +159,12 @@ extern "C" __global__ void __launch_bounds__(128) topk_parts(const float* logits
   if (value == 0) value = 1;  // all of the part are kept, and no empty place
 #pragma unroll
   for (int j = 0; j < HELD; ++j) {
-    const int i = j * 128 + t;
+    const int i = j * PARTS_THREADS + t;
     if (key[j] > value || (key[j] == value && i < limit)) chosen[atomicAdd(&taken, 1)] = (u64)key[j] << 32 | (u32) ~(first + i);
   }
   __syncthreads();
-  for (int i = t; i < kept; i += 128) keys[rank_of(chosen, kept, chosen[i])] = chosen[i];
-  for (int i = kept + t; i < k; i += 128) keys[i] = 0;
+  for (int i = t; i < kept; i += PARTS_THREADS) keys[rank_of(chosen, kept, chosen[i])] = chosen[i];
+  for (int i = kept + t; i < k; i += PARTS_THREADS) keys[i] = 0;
 }
 
 // The row's maximum, from the first key of each of its parts, by a warp.
@@ -164,24 +174,36 @@ __device__ __forceinline__ float row_peak(const u64* keys, int parts, int k) {
   return key_value(__reduce_max_sync(FULL_WARP, top));
 }
 
-// sum128 of exp(x - peak) of a part's n elements, by 128 threads; every thread gets it. All loads are under way before the
-// first is waited for: those of the peak's keys too.
+// sum128 of exp(x - peak) of a part's n elements, by 128 threads; every thread gets it. A thread's 16 quads go in batches:
+// the next one is under way while one is added, the first while the peak is looked for. (All at once would be a code too
+// long to be read once.)
+#define BATCH 4
 template <bool VEC> __device__ __forceinline__ float exp_sum(const float* x, int n, const u64* keys, int parts, int k) {
   __shared__ float part[4];
   const int t = threadIdx.x;
-  float4 v[HELD / 4];
+  float4 next[BATCH];
+  auto load = [&](int q0) {
 #pragma unroll
-  for (int j = 0; j < HELD / 4; ++j)
-    if (4 * (j * 128 + t) < n) v[j] = load_quad<VEC>(x, j * 128 + t, n);
+    for (int j = 0; j < BATCH; ++j)
+      if (4 * (q0 + j * 128) < n) next[j] = load_quad<VEC>(x, q0 + j * 128, n);
+  };
+  load(t);
   const float peak = row_peak(keys, parts, k);
   float a[1] = {0.f};
+#pragma unroll 1
+  for (int q0 = t; 4 * q0 < n; q0 += BATCH * 128) {
+    float4 v[BATCH];
 #pragma unroll
-  for (int j = 0; j < HELD / 4; ++j) {
-    const int i = 4 * (j * 128 + t);
-    if (i < n) a[0] = a[0] + exact_exp(v[j].x - peak);
-    if (i + 1 < n) a[0] = a[0] + exact_exp(v[j].y - peak);
-    if (i + 2 < n) a[0] = a[0] + exact_exp(v[j].z - peak);
-    if (i + 3 < n) a[0] = a[0] + exact_exp(v[j].w - peak);
+    for (int j = 0; j < BATCH; ++j) v[j] = next[j];
+    load(q0 + BATCH * 128);
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const int i = 4 * (q0 + j * 128);
+      if (i < n) a[0] = a[0] + exact_exp(v[j].x - peak);
+      if (i + 1 < n) a[0] = a[0] + exact_exp(v[j].y - peak);
+      if (i + 2 < n) a[0] = a[0] + exact_exp(v[j].z - peak);
+      if (i + 3 < n) a[0] = a[0] + exact_exp(v[j].w - peak);
+    }
   }
   fold32(a);
   if ((t & 31) == 0) part[t >> 5] = a[0];
@@ -205,6 +227,7 @@ __device__ __forceinline__ int keys_before(const u64* list, int n, u64 key) {
 }
 
 // The k first of a row's lists, by one block: their ids, and their logits in place of log-probabilities.
+#define LOADED 16  // keys of a thread that are under way at once
 __device__ __forceinline__ void merge_lists(const float* logits, const u64* keys, int* ids, float* logps, int parts, int k) {
   __shared__ u64 chosen[MOST];
   __shared__ u32 bound;
@@ -220,25 +243,25 @@ __device__ __forceinline__ void merge_lists(const float* logits, const u64* keys
     taken = 0;
   }
   __syncthreads();
-  // at least k keys reach the least of the parts' share-th keys; a part with fewer than that has a 0 there: no bound
-  u32 least = 0xffffffffu;
-  for (int p = t; p < parts; p += 128) least = min(least, (u32)(keys[(i64)p * k + share - 1] >> 32));
-  least = __reduce_min_sync(FULL_WARP, least);
-  if ((t & 31) == 0) atomicMin(&bound, least);
-  __syncthreads();
-  least = max(bound, 1u);  // 0 is no key
-  for (int i = t - (t & 31); i < all; i += 4 * 128) {
-    u64 key[4];
+  for (int first = 0; first < all; first += LOADED * 128) {
+    u64 key[LOADED];
+#pragma unroll
+    for (int j = 0; j < LOADED; ++j) key[j] = first + j * 128 + t < all ? keys[first + j * 128 + t] : 0;
+    if (first == 0) {
+      // at least k keys reach the least of the parts' share-th keys; a part with fewer than that has a 0 there: no bound
+      u32 least = 0xffffffffu;
+      for (int p = t; p < parts; p += 128) least = min(least, (u32)(keys[(i64)p * k + share - 1] >> 32));
+      least = __reduce_min_sync(FULL_WARP, least);
+      if ((t & 31) == 0) atomicMin(&bound, least);
+      __syncthreads();
+    }
+    const u32 least = max(bound, 1u);  // 0 is no key
     int mine = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int at = i + j * 128 + (t & 31);
-      key[j] = at < all ? keys[at] : 0;
-      mine += (u32)(key[j] >> 32) >= least;
-    }
+    for (int j = 0; j < LOADED; ++j) mine += (u32)(key[j] >> 32) >= least;
     int at = reserve(taken, mine);
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
+    for (int j = 0; j < LOADED; ++j)
       if ((u32)(key[j] >> 32) >= least) {
         if (at < MOST) chosen[at] = key[j];
         ++at;
@@ -246,9 +269,18 @@ __device__ __forceinline__ void merge_lists(const float* logits, const u64* keys
   }
   __syncthreads();
   if (taken <= MOST) {
-    for (int i = t; i < taken; i += 128) {
-      const int place = rank_of(chosen, taken, chosen[i]);
-      if (place < k) put(place, chosen[i]);
+    for (int i = t; i < taken; i += 256) {  // two at a time: one read of the list serves both
+      const int other = min(i + 128, taken - 1);
+      const u64 a = chosen[i], b = chosen[other];
+      int place = 0, place_other = 0;
+#pragma unroll 8
+      for (int j = 0; j < taken; ++j) {
+        const u64 key = chosen[j];
+        place += key > a;
+        place_other += key > b;
+      }
+      if (place < k) put(place, a);
+      if (place_other < k && i + 128 < taken) put(place_other, b);
     }
     return;
   }
@@ -265,7 +297,6 @@ __device__ __forceinline__ void merge_lists(const float* logits, const u64* keys
 
 extern "C" __global__ void __launch_bounds__(128)
     topk_final(const float* logits, const u64* keys, float* sums, int* arrived, int* ids, float* logps, int vocab, int k) {
-  __shared__ float added[128];
   __shared__ bool last;
   const int t = threadIdx.x, row = blockIdx.y, parts = gridDim.x - 1;
   logits += (i64)row * vocab;
@@ -287,14 +318,15 @@ extern "C" __global__ void __launch_bounds__(128)
   __syncthreads();
   if (!last) return;
   __threadfence();
+  const float peak = row_peak(keys, parts, k);
   float sum = 0.f;
-  for (int first = 0; first < parts; first += 128) {
-    if (first + t < parts) added[t] = sums[first + t];
-    __syncthreads();
-    for (int p = 0; p < min(128, parts - first); ++p) sum = sum + added[p];
-    __syncthreads();
+  for (int first = 0; first < parts; first += 32) {  // +0 past the last part adds nothing
+    const int p = first + (t & 31);
+    const float mine = p < parts ? sums[p] : 0.f;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sum = sum + __shfl_sync(FULL_WARP, mine, i);
   }
-  const float log_z = row_peak(keys, parts, k) + exact_log(sum);
+  const float log_z = peak + exact_log(sum);
   for (int i = t; i < k; i += 128) logps[i] = logps[i] - log_z;
   if (t == 0) arrived[row] = 0;
 }

@@ -104,6 +104,7 @@ DDTREE = (
         """),
         lambda d: (up(d["vocab"], PART), d["rows"], 1),
         "topk_parts",
+        block=(256, 1, 1),
         bytes=lambda d: 4 * d["rows"] * d["vocab"] + 8 * d["rows"] * up(d["vocab"], PART) * d["k"],
     ),
     Kernel(
