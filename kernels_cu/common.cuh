@@ -99,13 +99,14 @@ __device__ __forceinline__ int rank_of(const u64* keys, int n, u64 key) {
   return rank;
 }
 
-// e**x (rule 5): Cephes-style polynomial, arguments clamped to [-87, 88]; 2**n as two factors that can't overflow.
+// e**x (rule 5): Cephes-style polynomial, arguments clamped to [-87, 88]; 2**n as two factors that can't overflow. No branch:
+// several of them run side by side.
 __device__ __forceinline__ float exact_exp(float x) {
-  if (is_nan(x)) return x;
-  x = x < -87.0f ? -87.0f : x;
-  x = x > 88.0f ? 88.0f : x;
-  const float n = rintf(x * 1.44269504088896341f);
-  float r = x - n * 0.693359375f;
+  float y = is_nan(x) ? 0.0f : x;
+  y = y < -87.0f ? -87.0f : y;
+  y = y > 88.0f ? 88.0f : y;
+  const float n = rintf(y * 1.44269504088896341f);
+  float r = y - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
@@ -115,7 +116,8 @@ __device__ __forceinline__ float exact_exp(float x) {
   p = p * r + 5.0000001201e-1f;
   p = ((p * r) * r + r) + 1.0f;
   const int e = (int)n, a = e >> 1;
-  return (p * __int_as_float((a + 127) << 23)) * __int_as_float((e - a + 127) << 23);
+  p = (p * __int_as_float((a + 127) << 23)) * __int_as_float((e - a + 127) << 23);
+  return is_nan(x) ? x : p;
 }
 
 __device__ __forceinline__ float exact_sigmoid(float x) { return 1.0f / (1.0f + exact_exp(-x)); }

@@ -184,8 +184,10 @@ template <bool VEC> __device__ __forceinline__ float exp_sum(const float* x, int
   float4 next[BATCH];
   auto load = [&](int q0) {
 #pragma unroll
-    for (int j = 0; j < BATCH; ++j)
+    for (int j = 0; j < BATCH; ++j) {
+      next[j] = float4{0.f, 0.f, 0.f, 0.f};
       if (4 * (q0 + j * 128) < n) next[j] = load_quad<VEC>(x, q0 + j * 128, n);
+    }
   };
   load(t);
   const float peak = row_peak(keys, parts, k);
@@ -199,10 +201,11 @@ template <bool VEC> __device__ __forceinline__ float exp_sum(const float* x, int
 #pragma unroll
     for (int j = 0; j < BATCH; ++j) {
       const int i = 4 * (q0 + j * 128);
-      if (i < n) a[0] = a[0] + exact_exp(v[j].x - peak);
-      if (i + 1 < n) a[0] = a[0] + exact_exp(v[j].y - peak);
-      if (i + 2 < n) a[0] = a[0] + exact_exp(v[j].z - peak);
-      if (i + 3 < n) a[0] = a[0] + exact_exp(v[j].w - peak);
+      const float4 e = {exact_exp(v[j].x - peak), exact_exp(v[j].y - peak), exact_exp(v[j].z - peak), exact_exp(v[j].w - peak)};
+      a[0] = a[0] + (i < n ? e.x : 0.f);  // +0 adds nothing
+      a[0] = a[0] + (i + 1 < n ? e.y : 0.f);
+      a[0] = a[0] + (i + 2 < n ? e.z : 0.f);
+      a[0] = a[0] + (i + 3 < n ? e.w : 0.f);
     }
   }
   fold32(a);
@@ -314,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(128)
   }
   __threadfence();
   __syncthreads();
-  if (t == 0) last = atomicAdd(arrived + row, 1) == parts;
+  if (t == 0) last = atomicInc((u32*)arrived + row, parts) == parts;  // back to 0 with the last one
   __syncthreads();
   if (!last) return;
   __threadfence();
@@ -328,5 +331,4 @@ extern "C" __global__ void __launch_bounds__(128)
   }
   const float log_z = peak + exact_log(sum);
   for (int i = t; i < k; i += 128) logps[i] = logps[i] - log_z;
-  if (t == 0) arrived[row] = 0;
 }

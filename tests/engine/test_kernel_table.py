@@ -198,7 +198,8 @@ class TestCases:
             assert kernel.flops(case.values) >= 0
             written |= outputs_of_the_twin(kernel, case)
         assert len(labels) == len(set(labels)) >= 2
-        assert written == {a.name for a in kernel.arrays() if a.role != "in"}
+        restored = {"arrived"}  # a counter that ends as it began
+        assert written == {a.name for a in kernel.arrays() if a.role != "in"} - restored
 
     @pytest.mark.parametrize("name", ["rmsnorm", "router", "sample_parts"])
     def test_come_from_their_seed(self, name):
