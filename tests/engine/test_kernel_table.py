@@ -351,7 +351,7 @@ FAULTS = {
         "return (position + CHUNK - 1) / CHUNK;",
     ),
     "a digit of exp": ("swiglu", "common.cuh", "8.3334519073e-3f", "8.3335519073e-3f"),
-    "exp ends at -88": ("attn_chunks", "common.cuh", "x < -87.0f ? -87.0f : x", "x < -88.0f ? -88.0f : x"),
+    "exp ends at -88": ("attn_chunks", "common.cuh", "y < -87.0f ? -87.0f : y", "y < -88.0f ? -88.0f : y"),
     "keys in descending position": (
         "attn_chunks",
         "attention_chunks.cu",
@@ -435,8 +435,8 @@ FAULTS = {
     "log-probabilities in another order": (
         "topk_final",
         "topk.cu",
-        "for (int p = 0; p < min(128, parts - first); ++p) sum = sum + added[p];",
-        "for (int p = min(128, parts - first) - 1; p >= 0; --p) sum = sum + added[p];",
+        "sum = sum + __shfl_sync(FULL_WARP, mine, i);",
+        "sum = sum + __shfl_sync(FULL_WARP, mine, 31 - i);",
     ),
 }
 
