@@ -68,6 +68,13 @@ class Checkpoint:
         file, region = self._found[name]
         return file.array(name, region)
 
+    def stored_rows(self, name: str, first: int, last: int) -> np.ndarray:
+        """Rows first … last - 1 of ``stored(name)``, nothing else read."""
+        file, region = self._found[name]
+        row = region.length // region.shape[0]
+        part = Region(region.start + first * row, (last - first) * row, region.dtype, (last - first, *region.shape[1:]))
+        return file.array(name, part)
+
     def read(self, name: str) -> np.ndarray:
         """The values of a tensor that is not quantised, as used: float32, exactly those stored, C-contiguous."""
         return to_float32(self.stored(name))

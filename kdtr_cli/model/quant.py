@@ -120,26 +120,35 @@ def _by_block(values: np.ndarray, scale: np.ndarray, block: tuple[int, int], ope
     return values
 
 
-def dequantise(how: Quantisation, name: str, shape: tuple[int, ...], parts: Mapping[str, np.ndarray]) -> np.ndarray:
-    """The float32 values [out, in] of the weight ``name`` from its stored parts (see part_names) of the right shapes.
+def dequantise(
+    how: Quantisation, name: str, shape: tuple[int, ...], parts: Mapping[str, np.ndarray], first: int = 0
+) -> np.ndarray:
+    """The float32 values of the weight ``name`` of ``shape`` [out, in] from its stored parts (see part_names).
 
+    The parts are those of all rows or of some from row ``first`` on (of fp8 the scales of all blocks that these touch).
     InputError names the tensor: a scale that is not finite and above 0, a weight_shape that is not ``shape``.
     """
     names = part_names(how.method, name)
-    _check_scale(names[1], parts[names[1]])
+    per_scale = how.block[0] if how.method == "fp8" else 1
+    _check_scale(names[1], parts[names[1]], first // per_scale)
     if how.method == "fp8":
-        return dequantise_fp8(parts[names[0]], parts[names[1]], how.block)
+        inside = first % how.block[0]
+        w8 = parts[names[0]]
+        if inside:  # the first block has lost rows: they come back as zeros, and go again
+            w8 = np.concatenate([np.zeros((inside, w8.shape[1]), w8.dtype), w8])
+        return dequantise_fp8(w8, parts[names[1]], how.block)[inside:]
     if tuple(parts[names[2]].tolist()) != shape:
         raise InputError(f"tensor {names[2]} holds {parts[names[2]].tolist()}; the config needs {list(shape)}")
     return dequantise_int4(parts[names[0]], parts[names[1]], shape[1], how.group_size)
 
 
-def _check_scale(name: str, scale: np.ndarray) -> None:
+def _check_scale(name: str, scale: np.ndarray, first_row: int) -> None:
     wide = scale.astype(np.float32)
     good = np.isfinite(wide) & (wide > 0)
     if not good.all():
         first = int(np.argmin(good))
-        where = ", ".join(str(int(i)) for i in np.unravel_index(first, wide.shape))
+        at_row, *rest = np.unravel_index(first, wide.shape)
+        where = ", ".join(str(int(i)) for i in (at_row + first_row, *rest))
         raise InputError(
             f"tensor {name}[{where}] is {wide.reshape(-1)[first]}: a scale must be finite and above 0; the checkpoint "
             "is broken"

@@ -8,7 +8,10 @@ A quantised weight has one name here and several stored tensors: what is said of
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,11 +22,21 @@ from kdtr_cli.model.quant import dequantise
 from kdtr_cli.model.safetensors_file import DTYPES, STORED_DTYPES
 from kdtr_cli.model.tensors import StoredTensor, expected_tensors, stored_tensors
 
-__all__ = ["Weights", "to_float32"]
+__all__ = ["BLOCK_ELEMENTS", "Digests", "Weights", "block_rows", "to_float32"]
+
+BLOCK_ELEMENTS = 1 << 23  #: of a block of rows, see block_rows
 
 _STORED = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 _BLOCK = 1 << 20  # elements looked at a time
+
+
+@dataclass(frozen=True)
+class Digests:
+    """SHA-256 of each stored tensor's bytes, by its name, and of all values as used."""
+
+    stored: dict[str, str]
+    used: str
 
 
 class _Arrays:
@@ -36,6 +49,9 @@ class _Arrays:
         view = np.ascontiguousarray(self._arrays[name]).view()
         view.flags.writeable = False
         return view
+
+    def stored_rows(self, name: str, first: int, last: int) -> np.ndarray:
+        return self.stored(name)[first:last]
 
     def dtype(self, name: str) -> str:
         return _STORED[self._arrays[name].dtype]
@@ -64,7 +80,8 @@ class Weights:
         self._stored = frozenset(self.stored_names)
         self._source = source
         self._cache: dict[str, np.ndarray] | None = {} if cache else None
-        self._checked: set[str] = set()
+        self._checked: set[tuple[str, int, int]] = set()
+        self._digests: Digests | None = None
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, config: ModelConfig, cache: bool = True) -> "Weights":
@@ -106,16 +123,71 @@ class Weights:
         return self._cache[name]
 
     def _load(self, name: str) -> np.ndarray:
-        parts = {part: self._source.stored(part) for part in self._parts[name]}
-        if self.config.quantisation is not None and len(parts) > 1:
-            values = dequantise(self.config.quantisation, name, self.shapes[name], parts)
+        return self.rows(name, 0, self.shapes[name][0])
+
+    def rows(self, name: str, first: int, last: int) -> np.ndarray:
+        """Rows first … last - 1 of ``self[name]``; no more than these are read and dequantised, and none is kept."""
+        name = self._own(name)
+        if self._cache is not None and name in self._cache:
+            return self._cache[name][first:last]
+        return self._used(name, self._stored_rows(name, first, last), first, last)
+
+    def _stored_rows(self, name: str, first: int, last: int) -> dict[str, np.ndarray]:
+        """What is stored of rows first … last - 1: of fp8 the scales of all blocks that they touch."""
+        parts, how = {}, self.config.quantisation
+        for index, part in enumerate(self._parts[name]):
+            if index == 2:  # weight_shape
+                parts[part] = self._source.stored(part)
+            elif index == 1 and how.method == "fp8":
+                parts[part] = self._source.stored_rows(part, first // how.block[0], -(-last // how.block[0]))
+            else:
+                parts[part] = self._source.stored_rows(part, first, last)
+        return parts
+
+    def _used(self, name: str, parts: dict[str, np.ndarray], first: int, last: int) -> np.ndarray:
+        if len(parts) > 1:
+            values = dequantise(self.config.quantisation, name, self.shapes[name], parts, first)
         else:
             values = to_float32(parts[name]).view()
-        if name not in self._checked:
-            _check_finite(name, values)
-            self._checked.add(name)
+        if (name, first, last) not in self._checked:
+            _check_finite(name, values, first)
+            self._checked.add((name, first, last))
         values.flags.writeable = False
         return values
+
+    def digests(self, progress: Callable[[int], None] = lambda stored_bytes: None) -> "Digests":
+        """Read every tensor once, in blocks of rows: the digests of what is stored and of what is used.
+
+        InputError for the first value that is not finite. ``progress`` gets the bytes that were read since the last
+        call. Used: over all names in sorted order; a tensor adds the line 'NAME float32 D0,D1,…\\n' and its
+        little-endian float32 bytes.
+        """
+        if self._digests is not None:
+            return self._digests
+        used, stored = hashlib.sha256(), {name: hashlib.sha256() for name in self.stored_names}
+        # hashing leaves the interpreter lock: the next block is read and dequantised meanwhile
+        with ThreadPoolExecutor(1) as used_thread, ThreadPoolExecutor(1) as stored_thread:
+            waiting: list[Future] = []
+            for name in self.names:
+                shape = self.shapes[name]
+                waiting.append(
+                    used_thread.submit(used.update, f"{name} float32 {','.join(map(str, shape))}\n".encode())
+                )
+                step = block_rows(shape)
+                for first in range(0, shape[0], step):
+                    last = min(first + step, shape[0])
+                    parts = self._stored_rows(name, first, last)
+                    values = self._used(name, parts, first, last)
+                    for future in waiting:
+                        future.result()
+                    waiting = [used_thread.submit(used.update, np.ascontiguousarray(values, dtype="<f4").data)]
+                    for index, (part, array) in enumerate(parts.items()):
+                        if index < 2 or first == 0:  # weight_shape comes with every block
+                            data = np.ascontiguousarray(array).view(np.uint8).data
+                            waiting.append(stored_thread.submit(stored[part].update, data))
+                    progress(sum(array.nbytes for array in parts.values()))
+        self._digests = Digests({name: digest.hexdigest() for name, digest in stored.items()}, used.hexdigest())
+        return self._digests
 
     def stored(self, name: str) -> np.ndarray:
         """A stored tensor in its stored dtype (STORED_DTYPES), read-only; KeyError for a packed weight's own name."""
@@ -134,17 +206,8 @@ class Weights:
         return self._source.sha256(self._own_stored(name))
 
     def used_sha256(self) -> str:
-        """SHA-256 over all names in sorted order of the values as used, one tensor in memory at a time.
-
-        A tensor adds the line 'NAME float32 D0,D1,…\\n' and its little-endian float32 bytes.
-        """
-        digest = hashlib.sha256()
-        for name in self.names:
-            kept = self._cache is not None and name in self._cache
-            values = self._cache[name] if kept else self._load(name)
-            digest.update(f"{name} float32 {','.join(map(str, values.shape))}\n".encode())
-            digest.update(np.ascontiguousarray(values, dtype="<f4").data)
-        return digest.hexdigest()
+        """SHA-256 of the values as used (see ``digests``)."""
+        return self.digests().used
 
     def _alias(self, name: object) -> object:
         return _TIED.get(name, name) if self.config.tie_word_embeddings else name
@@ -170,13 +233,22 @@ def _check_array(name: str, array: np.ndarray, tensor: StoredTensor) -> None:
         raise InputError(f"tensor {name} has dtype {array.dtype}; kdtr takes {takes}")
 
 
-def _check_finite(name: str, values: np.ndarray) -> None:
+def block_rows(shape: tuple[int, ...]) -> int:
+    """Rows of a tensor that are read, dequantised and packed at a time: a multiple of 256, about 32 MB of float32.
+
+    It depends on the shape alone, so that a product in float64 is cut in the same places whatever memory there is.
+    """
+    return max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])) // 256) * 256
+
+
+def _check_finite(name: str, values: np.ndarray, first_row: int) -> None:
     flat = values.reshape(-1)
     for at in range(0, flat.size, _BLOCK):
         finite = np.isfinite(flat[at : at + _BLOCK])
         if not finite.all():
             first = at + int(np.argmin(finite))
-            where = ", ".join(str(int(i)) for i in np.unravel_index(first, values.shape))
+            at_row, *rest = np.unravel_index(first, values.shape)
+            where = ", ".join(str(int(i)) for i in (at_row + first_row, *rest))
             raise InputError(
                 f"tensor {name}[{where}] is {flat[first]}: a weight must be finite; the checkpoint is broken"
             )

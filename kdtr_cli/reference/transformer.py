@@ -18,11 +18,16 @@ from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.rope import rope_table, rope_table64
 from kdtr_cli.model.weights import Weights
 from kdtr_cli.reference.attention import Branches
+from kdtr_cli.reference.packed import PackedWeights
 
 __all__ = ["Cache", "Model", "Observe", "Rows", "route"]
 
 #: Called with the name and the value of each intermediate tensor of a forward pass, rows first.
 Observe = Callable[[str, np.ndarray], None]
+
+Parts = list[np.ndarray]  #: one array for each part of a pass, rows first
+
+_WAVE_BYTES = 1 << 28  # outputs of single experts that are in memory together
 
 
 def _ignore(name: str, value: np.ndarray) -> None:
@@ -114,84 +119,105 @@ def route(
 
 
 class Model:
-    """A decoder ready to run: packed weights, rotary tables for ``positions`` positions, one arithmetic.
+    """A decoder ready to run: weights, rotary tables for ``positions`` positions, one arithmetic.
 
-    ``ops`` is ``kdtr_cli.reference.exact`` or ``kdtr_cli.reference.float64``. Weights are packed when first used and
-    kept: a model takes about the memory of its weights in its arithmetic.
+    ``ops`` is ``kdtr_cli.reference.exact`` or ``kdtr_cli.reference.float64``. Weights are packed when first used; of
+    them ``weights_limit`` bytes are kept (None: all, about the memory of the weights in that arithmetic).
+
+    A pass takes its rows in parts, and every part goes through a layer before the next layer's weights are touched: a
+    weight that is not kept is read once a pass. Parts share weights and nothing else; each product is made for one
+    part alone, so that the bits of a part, in float64 too, do not depend on the parts that it travels with.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, choices: Choices, positions: int, ops: ModuleType
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        choices: Choices,
+        positions: int,
+        ops: ModuleType,
+        weights_limit: int | None = None,
     ) -> None:
         self.config, self.weights, self.ops, self.positions = config, weights, ops, positions
+        self.packed = PackedWeights(weights, ops, weights_limit)
         self.latent_eps = choices.latent_eps(config.rms_norm_eps)
         if choices.rope_angles == "f64" and ops.cast(0).dtype == np.float64:
             tables = rope_table64(config, positions)
         else:
             tables = rope_table(config, positions, choices.rope_angles)
         self.cos, self.sin = (ops.cast(t) for t in tables)
-        self._packed: dict[str, Any] = {}
 
     def cache(self, capacities: list[int]) -> Cache:
         """An empty cache for sequences of these lengths."""
         return Cache(self.config, capacities, self.ops)
 
-    def _matrix(self, name: str) -> Any:
-        if name not in self._packed:
-            self._packed[name] = self.ops.pack(self.weights[name])
-        return self._packed[name]
+    def _linear(self, xs: Parts, name: str) -> Parts:
+        blocks: list[Parts] = [[] for _ in xs]
+        for block in self.packed.blocks(f"{name}.weight"):
+            for x, out in zip(xs, blocks, strict=True):
+                out.append(self.ops.linear(x, block))
+        ys = [out[0] if len(out) == 1 else np.concatenate(out, -1) for out in blocks]
+        if f"{name}.bias" not in self.packed:
+            return ys
+        bias = self.packed.vector(f"{name}.bias")
+        return [y + bias for y in ys]
 
-    def _vector(self, name: str) -> np.ndarray:
-        if name not in self._packed:
-            self._packed[name] = self.ops.cast(self.weights[name])
-        return self._packed[name]
+    def _norm(self, xs: Parts, name: str, eps: float) -> Parts:
+        weight = self.packed.vector(f"{name}.weight")
+        return [self.ops.rms_norm(x, weight, eps) for x in xs]
 
-    def _heads(self, name: str) -> list[tuple[Any, Any]]:
-        """Each head's packed (W_UK transposed [latent, nope], W_UV [v, latent]) out of kv_b_proj."""
-        if name not in self._packed:
-            c = self.config
-            kv_b = self.weights[name].reshape(c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
-            self._packed[name] = [
-                (self.ops.pack(h[: c.qk_nope_head_dim].T), self.ops.pack(h[c.qk_nope_head_dim :])) for h in kv_b
-            ]
-        return self._packed[name]
-
-    def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
-        bias = f"{name}.bias"
-        return self.ops.linear(x, self._matrix(f"{name}.weight"), self._vector(bias) if bias in self.weights else None)
-
-    def _norm(self, x: np.ndarray, name: str, eps: float) -> np.ndarray:
-        return self.ops.rms_norm(x, self._vector(f"{name}.weight"), eps)
-
-    def _mlp(self, x: np.ndarray, name: str) -> np.ndarray:
-        hidden = self.ops.swiglu(self._linear(x, f"{name}.gate_proj"), self._linear(x, f"{name}.up_proj"))
+    def _mlp(self, xs: Parts, name: str) -> Parts:
+        gates, ups = self._linear(xs, f"{name}.gate_proj"), self._linear(xs, f"{name}.up_proj")
+        hidden = [self.ops.swiglu(gate, up) for gate, up in zip(gates, ups, strict=True)]
         return self._linear(hidden, f"{name}.down_proj")
 
     def _attention(
-        self, x: np.ndarray, rows: Rows, cached: list[np.ndarray], name: str, observe: Observe
-    ) -> np.ndarray:
-        c, ops = self.config, self.ops
-        m, heads, nope = len(x), c.num_attention_heads, c.qk_nope_head_dim
+        self, xs: Parts, parts: list[Rows], cached: list[np.ndarray], name: str, observe: list[Observe]
+    ) -> Parts:
+        c = self.config
         if c.q_lora_rank is None:
-            q = self._linear(x, f"{name}q_proj")
+            qs = self._linear(xs, f"{name}q_proj")
         else:
-            latent = self._norm(self._linear(x, f"{name}q_a_proj"), f"{name}q_a_layernorm", self.latent_eps)
-            observe(f"{name}q_latent", latent)
-            q = self._linear(latent, f"{name}q_b_proj")
-        observe(f"{name}q", q)
-        q = q.reshape(m, heads, c.qk_head_dim)
-        kv = self._linear(x, f"{name}kv_a_proj_with_mqa")
-        cos, sin = self.cos[rows.positions], self.sin[rows.positions]
-        kv_latent = self._norm(kv[:, : c.kv_lora_rank], f"{name}kv_a_layernorm", self.latent_eps)
-        k_rope = ops.rotate(kv[:, c.kv_lora_rank :], cos, sin, c.rope_interleave)
-        observe(f"{name}kv_latent", kv_latent)
-        observe(f"{name}k_rope", k_rope)
-        per_head = self._heads(f"{name}kv_b_proj.weight")
-        query = np.empty((m, heads, c.latent_dim), x.dtype)
-        for h, (w_uk, _) in enumerate(per_head):
+            latents = self._norm(self._linear(xs, f"{name}q_a_proj"), f"{name}q_a_layernorm", self.latent_eps)
+            _tell(observe, f"{name}q_latent", latents)
+            qs = self._linear(latents, f"{name}q_b_proj")
+        _tell(observe, f"{name}q", qs)
+        kvs = self._linear(xs, f"{name}kv_a_proj_with_mqa")
+        latents = self._norm([kv[:, : c.kv_lora_rank] for kv in kvs], f"{name}kv_a_layernorm", self.latent_eps)
+        heads = self.packed.heads(f"{name}kv_b_proj.weight", c.num_attention_heads, c.qk_nope_head_dim)
+        values = []
+        for i, rows in enumerate(parts):
+            k_rope = self._rotated(kvs[i][:, c.kv_lora_rank :], rows)
+            observe[i](f"{name}kv_latent", latents[i])
+            observe[i](f"{name}k_rope", k_rope)
+            values.append(self._attend(qs[i], latents[i], k_rope, rows, cached, heads))
+        ys = self._linear(values, f"{name}o_proj")
+        _tell(observe, f"{name}attn_out", ys)
+        return ys
+
+    def _rotated(self, x: np.ndarray, rows: Rows) -> np.ndarray:
+        """x [M, …, rope] by the angles of the rows' positions."""
+        cos, sin = (table[rows.positions].reshape(len(x), *[1] * (x.ndim - 2), -1) for table in (self.cos, self.sin))
+        return self.ops.rotate(x, cos, sin, self.config.rope_interleave)
+
+    def _attend(
+        self,
+        q: np.ndarray,
+        kv_latent: np.ndarray,
+        k_rope: np.ndarray,
+        rows: Rows,
+        cached: list[np.ndarray],
+        heads: list[tuple[Any, Any]],
+    ) -> np.ndarray:
+        """One part's attention, its keys written to the cache -> [M, heads * v_head_dim]."""
+        c, ops = self.config, self.ops
+        m, nope = len(q), c.qk_nope_head_dim
+        q = q.reshape(m, c.num_attention_heads, c.qk_head_dim)
+        query = np.empty((m, c.num_attention_heads, c.latent_dim), q.dtype)
+        for h, (w_uk, _) in enumerate(heads):
             query[:, h, : c.kv_lora_rank] = ops.linear(q[:, h, :nope], w_uk)
-        query[..., c.kv_lora_rank :] = ops.rotate(q[..., nope:], cos[:, None], sin[:, None], c.rope_interleave)
-        out = np.empty((m, heads, c.kv_lora_rank), x.dtype)
+        query[..., c.kv_lora_rank :] = self._rotated(q[..., nope:], rows)
+        out = np.empty((m, c.num_attention_heads, c.kv_lora_rank), q.dtype)
         places = rows.positions if rows.places is None else rows.places
         for slot, run in rows.runs():
             position, keys = rows.positions[run], cached[slot]
@@ -200,58 +226,97 @@ class Model:
             branches = rows.branches(run)
             seen = keys if branches else keys[: position[-1] + 1]
             out[run] = ops.attend(query[run], seen, position + 1, c.softmax_scale(), c.kv_lora_rank, branches)
-        values = [ops.linear(out[:, h], w_uv) for h, (_, w_uv) in enumerate(per_head)]
-        y = self._linear(np.concatenate(values, -1), f"{name}o_proj")
-        observe(f"{name}attn_out", y)
-        return y
+        return np.concatenate([ops.linear(out[:, h], w_uv) for h, (_, w_uv) in enumerate(heads)], -1)
 
-    def _experts(self, x: np.ndarray, name: str, observe: Observe) -> np.ndarray:
+    def _experts(self, xs: Parts, name: str, observe: list[Observe]) -> Parts:
         c, ops = self.config, self.ops
         bias_name = f"{name}.gate.e_score_correction_bias"
-        bias = self._vector(bias_name) if bias_name in self.weights else None
-        logits = ops.linear(x, self._matrix(f"{name}.gate.weight"))
-        observe(f"{name}.router_logits", logits)
-        ids, weights = route(ops, logits, bias, **c.router())
-        observe(f"{name}.expert_ids", ids)
-        observe(f"{name}.expert_weights", weights)
-        each = np.empty((*ids.shape, c.hidden_size), x.dtype)
-        for e in np.unique(ids):
-            row, slot = np.nonzero(ids == e)
-            each[row, slot] = self._mlp(x[row], f"{name}.experts.{e}")
-        y = np.zeros_like(x)
-        for slot in range(c.num_experts_per_tok):
-            y = y + weights[:, slot, None] * each[:, slot]
+        bias = self.packed.vector(bias_name) if bias_name in self.packed else None
+        logits = self._linear(xs, f"{name}.gate")
+        _tell(observe, f"{name}.router_logits", logits)
+        routed = [route(ops, rows, bias, **c.router()) for rows in logits]
+        _tell(observe, f"{name}.expert_ids", [ids for ids, _ in routed])
+        _tell(observe, f"{name}.expert_weights", [weights for _, weights in routed])
+        ys: Parts = []
+        for wave in self._waves(xs):
+            ys += self._routed(xs[wave], routed[wave], name)
         if c.n_shared_experts:
-            y = y + self._mlp(x, f"{name}.shared_experts")
-        observe(f"{name}.moe_out", y)
-        return y
+            ys = [y + shared for y, shared in zip(ys, self._mlp(xs, f"{name}.shared_experts"), strict=True)]
+        _tell(observe, f"{name}.moe_out", ys)
+        return ys
+
+    def _waves(self, xs: Parts) -> Iterator[slice]:
+        """Parts whose experts' outputs are in memory together: as many as fit in _WAVE_BYTES, at least one."""
+        row = self.config.num_experts_per_tok * self.config.hidden_size * xs[0].itemsize
+        first, size = 0, 0
+        for i, x in enumerate(xs):
+            if size and size + len(x) * row > _WAVE_BYTES:
+                yield slice(first, i)
+                first, size = i, 0
+            size += len(x) * row
+        yield slice(first, len(xs))
+
+    def _routed(self, xs: Parts, routed: list[tuple[np.ndarray, np.ndarray]], name: str) -> Parts:
+        """The weighted sum of the routed experts; each expert's weights serve all parts."""
+        each = [np.empty((*ids.shape, x.shape[1]), x.dtype) for x, (ids, _) in zip(xs, routed, strict=True)]
+        for e in np.unique(np.concatenate([ids.reshape(-1) for ids, _ in routed])):
+            where = [(i, *np.nonzero(ids == e)) for i, (ids, _) in enumerate(routed)]
+            where = [(i, row, slot) for i, row, slot in where if len(row)]
+            outs = self._mlp([xs[i][row] for i, row, _ in where], f"{name}.experts.{e}")
+            for (i, row, slot), out in zip(where, outs, strict=True):
+                each[i][row, slot] = out
+        ys = []
+        for x, (_, weights), outs in zip(xs, routed, each, strict=True):
+            y = np.zeros_like(x)
+            for slot in range(weights.shape[1]):
+                y = y + weights[:, slot, None] * outs[:, slot]
+            ys.append(y)
+        return ys
 
     def forward(self, rows: Rows, cache: Cache, observe: Observe = _ignore) -> np.ndarray:
         """Feed rows: writes their cache rows and returns the final norm's output [M, hidden]."""
-        with np.errstate(all="ignore"):  # a value that is not finite is found by the observer, not by a warning
-            return self._forward(rows, cache, observe)
-
-    def _forward(self, rows: Rows, cache: Cache, observe: Observe) -> np.ndarray:
-        c = self.config
-        h = self.embed(rows.tokens)
-        observe("embed", h)
-        for i in range(c.num_hidden_layers):
-            name = f"model.layers.{i}"
-            x = self._norm(h, f"{name}.input_layernorm", c.rms_norm_eps)
-            h = h + self._attention(x, rows, cache.rows[i], f"{name}.self_attn.", observe)
-            x = self._norm(h, f"{name}.post_attention_layernorm", c.rms_norm_eps)
-            mlp = self._experts(x, f"{name}.mlp", observe) if c.is_moe_layer(i) else self._mlp(x, f"{name}.mlp")
-            h = h + mlp
-            observe(f"{name}.hidden", h)
-        h = self._norm(h, "model.norm", c.rms_norm_eps)
-        observe("final_norm", h)
-        return h
+        hidden = [self.embed(rows.tokens)]
+        observe("embed", hidden[0])
+        for i in range(self.config.num_hidden_layers):
+            hidden = self.layer(i, hidden, [rows], cache.rows[i], [observe])
+        return self.final_norm(hidden, [observe])[0]
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Rows [M, hidden] of the embedding."""
-        return self._vector("model.embed_tokens.weight")[tokens]
+        return self.packed.rows("model.embed_tokens.weight", tokens)
+
+    def layer(
+        self, i: int, hidden: Parts, parts: list[Rows], cached: list[np.ndarray], observe: list[Observe]
+    ) -> Parts:
+        """Layer i over all parts; cached: its rows of each sequence (``Cache.rows[i]``), read and written."""
+        c, name = self.config, f"model.layers.{i}"
+        with np.errstate(all="ignore"):  # a value that is not finite is found by the observer, not by a warning
+            xs = self._norm(hidden, f"{name}.input_layernorm", c.rms_norm_eps)
+            ys = self._attention(xs, parts, cached, f"{name}.self_attn.", observe)
+            hidden = [h + y for h, y in zip(hidden, ys, strict=True)]
+            xs = self._norm(hidden, f"{name}.post_attention_layernorm", c.rms_norm_eps)
+            ys = self._experts(xs, f"{name}.mlp", observe) if c.is_moe_layer(i) else self._mlp(xs, f"{name}.mlp")
+            hidden = [h + y for h, y in zip(hidden, ys, strict=True)]
+            _tell(observe, f"{name}.hidden", hidden)
+            return hidden
+
+    def final_norm(self, hidden: Parts, observe: list[Observe]) -> Parts:
+        """The norm before lm_head."""
+        with np.errstate(all="ignore"):
+            hidden = self._norm(hidden, "model.norm", self.config.rms_norm_eps)
+            _tell(observe, "final_norm", hidden)
+            return hidden
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """lm_head of final hidden states [M, hidden] -> [M, vocab]."""
+        return self.logits_of([hidden])[0]
+
+    def logits_of(self, hidden: Parts) -> Parts:
+        """The same of several parts, each by itself."""
         with np.errstate(all="ignore"):
-            return self.ops.linear(hidden, self._matrix("lm_head.weight"))
+            return self._linear(hidden, "lm_head")
+
+
+def _tell(observe: list[Observe], name: str, values: Parts) -> None:
+    for one, value in zip(observe, values, strict=True):
+        one(name, value)
