@@ -13,6 +13,9 @@ __all__ = ["argmax", "attend", "linear", "log_softmax", "order", "pack", "rms_no
 __all__ += ["cast", "rotate", "total"]
 
 
+_TILE = 1 << 24  # scores of one tile of rows
+
+
 def cast(x: object) -> np.ndarray:
     """x as float64."""
     return np.asarray(x, np.float64)
@@ -76,6 +79,10 @@ def attend(
         return np.concatenate(
             [attend(query[i : i + 1], each[i], visible[i : i + 1], scale, latent) for i in range(len(query))]
         )
+    tile = max(1, _TILE // (query.shape[1] * keys.shape[0]))  # by the shape alone: it may change the last bits
+    if len(query) > tile:
+        rows = (slice(first, first + tile) for first in range(0, len(query), tile))
+        return np.concatenate([attend(query[r], keys, visible[r], scale, latent) for r in rows])
     scores = np.einsum("mhd,sd->mhs", query, keys, optimize=True) * scale
     scores = np.where((np.arange(keys.shape[0]) < visible[:, None])[:, None], scores, -np.inf)
     return softmax(scores) @ keys[:, :latent]

@@ -1,25 +1,33 @@
 """Autoregressive decoding with the NumPy model: the tokens and logits of a golden."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt
 from kdtr_cli.reference.sampling import choose
-from kdtr_cli.reference.transformer import Cache, Model, Observe, Rows
+from kdtr_cli.reference.transformer import Cache, Model, Observe, Parts, Rows
 
-__all__ = ["FiniteCheck", "generate", "prefill", "score"]
+__all__ = ["Decode", "FiniteCheck", "Scoring", "advance", "advance_scoring", "begin", "generate", "prefill", "score"]
+__all__ += ["score", "score_group", "scored", "sequence_parts"]
 
 _PREFILL_ROWS = 256  # rows of one forward pass: bounds memory, changes no bit
 
 
 class FiniteCheck:
-    """Observer that stops at the first tensor with a NaN or an infinity and says which sequence it belongs to."""
+    """Observer that stops at the first tensor with a NaN or an infinity and says which sequence it belongs to.
 
-    def __init__(self, prompts: list[Prompt]) -> None:
-        self.prompts = prompts
-        self.rows: Rows | None = None
+    ``rows`` are those of the pass that it watches; ``of`` makes one for each part of a pass.
+    """
+
+    def __init__(self, prompts: list[Prompt], rows: Rows | None = None) -> None:
+        self.prompts, self.rows = prompts, rows
+
+    def of(self, parts: list[Rows]) -> list[Observe]:
+        """One observer a part."""
+        return [FiniteCheck(self.prompts, rows) for rows in parts]
 
     def __call__(self, name: str, value: np.ndarray) -> None:
         if np.isfinite(value).all():
@@ -83,6 +91,116 @@ def prefill(
     return np.concatenate(logits)
 
 
+@dataclass
+class Decode:
+    """A group of sequences while it is decoded, between two layers of a pass.
+
+    ``step`` passes are done: the prompts', then one for each token. ``hidden`` has the outputs of ``layer`` layers for
+    each part of the pass under way, and is empty between passes. Of ``tokens`` int32 [B, steps] and ``logits`` B times
+    [steps, V] the first ``lengths[b]`` rows are made; ``prompt_logits`` is empty or has B times [P, V].
+    """
+
+    cache: Cache
+    tokens: np.ndarray
+    lengths: np.ndarray
+    stopped: np.ndarray
+    logits: list[np.ndarray]
+    prompt_logits: list[np.ndarray] = field(default_factory=list)
+    step: int = 0
+    layer: int = 0
+    hidden: Parts = field(default_factory=list)
+
+    def active(self) -> np.ndarray:
+        """Sequences that the next pass feeds."""
+        return np.flatnonzero(~self.stopped)
+
+    def done(self) -> bool:
+        """Whether every sequence has its last token."""
+        return self.step == self.tokens.shape[1] or bool(self.stopped.all())
+
+    def results(self) -> list[Generated]:
+        """What was decoded."""
+        return [
+            Generated(
+                self.tokens[s, :n],
+                self.logits[s][:n],
+                self.prompt_logits[s] if self.prompt_logits else None,
+                "stop" if self.stopped[s] else "length",
+            )
+            for s, n in enumerate(self.lengths)
+        ]
+
+
+def sequence_parts(sequences: list[np.ndarray]) -> list[Rows]:
+    """Whole sequences of ids as the parts of one pass, none longer than _PREFILL_ROWS."""
+    parts = []
+    for slot, ids in enumerate(sequences):
+        for first in range(0, len(ids), _PREFILL_ROWS):
+            some = ids[first : first + _PREFILL_ROWS].astype(np.int32)
+            at = np.arange(first, first + len(some), dtype=np.int32)
+            parts.append(Rows(some, np.full(len(some), slot, np.int32), at))
+    return parts
+
+
+def begin(model: Model, prompts: list[Prompt], decoding: Decoding, cache: Cache | None = None) -> Decode:
+    """The state before the first pass. ``cache``: an empty one of at least P + steps - 1 rows a prompt."""
+    count, dtype = len(prompts), model.ops.cast(0).dtype
+    return Decode(
+        cache or model.cache([len(p.ids) + decoding.steps - 1 for p in prompts]),
+        np.zeros((count, decoding.steps), np.int32),
+        np.zeros(count, np.int32),
+        np.zeros(count, bool),
+        [np.empty((decoding.steps, model.config.vocab_size), dtype) for _ in prompts],
+    )
+
+
+def advance(
+    model: Model, prompts: list[Prompt], decoding: Decoding, state: Decode, keep_prompt_logits: bool = False
+) -> None:
+    """One layer of the pass under way; with the last one its logits and the next token of each sequence.
+
+    InputError, naming the tensor, when the model's own arithmetic overflows.
+    """
+    starts = np.array([len(p.ids) for p in prompts])
+    active = state.active()
+    if state.step == 0:
+        parts = sequence_parts([p.ids for p in prompts])
+    else:
+        positions = (starts[active] + state.step - 1).astype(np.int32)
+        parts = [Rows(state.tokens[active, state.step - 1], active.astype(np.int32), positions)]
+    check = FiniteCheck(prompts)
+    observe = check.of(parts)
+    if not state.hidden:
+        state.layer, state.hidden = 0, [model.embed(rows.tokens) for rows in parts]
+    state.hidden = model.layer(state.layer, state.hidden, parts, state.cache.rows[state.layer], observe)
+    state.layer += 1
+    if state.layer < model.config.num_hidden_layers:
+        return
+    hidden = model.final_norm(state.hidden, observe)
+    if state.step == 0:
+        by_prompt = _by_sequence(hidden, [len(p.ids) for p in prompts])
+        if keep_prompt_logits:
+            all_rows = model.logits_of(hidden)
+            for watch, rows in zip(observe, all_rows, strict=True):
+                watch("logits", rows)
+            state.prompt_logits = _by_sequence(all_rows, [len(p.ids) for p in prompts])
+            rows = np.stack([logits[-1] for logits in state.prompt_logits])
+        else:
+            rows = model.logits(np.stack([h[-1] for h in by_prompt]))
+    else:
+        rows = model.logits(hidden[0])
+    check.rows = Rows(active, active, starts[active] + state.step - 1)
+    check("logits", rows)
+    streams = np.array([p.stream for p in prompts])[active]
+    chosen = choose(rows, starts[active] + state.step, streams, temperature=decoding.temperature, seed=decoding.seed)
+    for slot, row in zip(active, rows, strict=True):
+        state.logits[slot][state.step] = row
+    state.tokens[active, state.step] = chosen
+    state.lengths[active] = state.step + 1
+    state.stopped[active] = [decoding.stops(int(t)) for t in chosen]
+    state.step, state.layer, state.hidden = state.step + 1, 0, []
+
+
 def generate(
     model: Model,
     prompts: list[Prompt],
@@ -97,51 +215,86 @@ def generate(
     The prompts and lengths must have been checked by ``check_prompts``; the model must hold rotary tables for them.
     InputError, naming the tensor, when the model's own arithmetic overflows.
     """
-    count = len(prompts)
-    if cache is None:
-        cache = model.cache([len(p.ids) + decoding.steps - 1 for p in prompts])
-    check = FiniteCheck(prompts)
-    vocab = model.config.vocab_size
-    dtype = model.ops.cast(0).dtype
-    logits = [np.empty((decoding.steps, vocab), dtype) for _ in prompts]
-    tokens = np.zeros((count, decoding.steps), np.int32)
-    lengths = np.zeros(count, np.int32)
-    streams = np.array([p.stream for p in prompts])
-    starts = np.array([len(p.ids) for p in prompts])
-    prompt_logits: list[np.ndarray | None] = [None] * count
-    active = np.arange(count)
-    for slot, prompt in enumerate(prompts):
-        rows = prefill(model, cache, check, slot, prompt.ids, keep_prompt_logits)
-        logits[slot][0] = rows[-1]
-        prompt_logits[slot] = rows if keep_prompt_logits else None
-    stopped = np.zeros(count, bool)
-    for step in range(decoding.steps):
-        chosen = choose(
-            np.stack([logits[s][step] for s in active]),
-            starts[active] + step,
-            streams[active],
-            temperature=decoding.temperature,
-            seed=decoding.seed,
-        )
-        tokens[active, step] = chosen
-        lengths[active] = step + 1
-        stopped[active] = [decoding.stops(int(t)) for t in chosen]
-        active = active[~stopped[active]]
-        if step + 1 == decoding.steps or not len(active):
-            break
-        positions = starts[active] + step
-        hidden = _feed(model, cache, check, tokens[active, step], active, positions)
-        for slot, row in zip(active, _logits(model, check, hidden, active, positions), strict=True):
-            logits[slot][step + 1] = row
+    state = begin(model, prompts, decoding, cache)
+    while not state.done():
+        advance(model, prompts, decoding, state, keep_prompt_logits)
+    return state.results()
+
+
+@dataclass
+class Scoring:
+    """A group of whole sequences on their way through the layers; ``hidden`` as in Decode."""
+
+    layer: int = 0
+    hidden: Parts = field(default_factory=list)
+
+
+def advance_scoring(model: Model, prompts: list[Prompt], outputs: list[np.ndarray], state: Scoring) -> None:
+    """One layer of the pass over prompts and outputs. Keys are needed inside the layer only, and not kept."""
+    fed = [_fed(prompt, tokens) for prompt, tokens in zip(prompts, outputs, strict=True)]
+    parts = sequence_parts(fed)
+    if not state.hidden:
+        state.hidden = [model.embed(rows.tokens) for rows in parts]
+    width, dtype = model.config.latent_dim, model.ops.cast(0).dtype
+    cached = [np.full((len(ids), width), np.nan, dtype) for ids in fed]
+    state.hidden = model.layer(state.layer, state.hidden, parts, cached, FiniteCheck(prompts).of(parts))
+    state.layer += 1
+
+
+def scored(
+    model: Model, prompts: list[Prompt], outputs: list[np.ndarray], state: Scoring, keep_prompt_logits: bool
+) -> list[tuple[np.ndarray | None, np.ndarray]]:
+    """After the last layer, for each sequence: the prompt's logits [P, V] if asked for, and the outputs' [T, V].
+
+    Row t of the outputs' logits predicts token t. The products are the same with and without the prompt's.
+    """
+    fed = [_fed(prompt, tokens) for prompt, tokens in zip(prompts, outputs, strict=True)]
+    parts = sequence_parts(fed)
+    observe = FiniteCheck(prompts).of(parts)
+    hidden = model.final_norm(state.hidden, observe)
+    by_sequence = _by_sequence(hidden, [len(ids) for ids in fed])
+    rows = model.logits_of([h[-len(tokens) :] for h, tokens in zip(by_sequence, outputs, strict=True)])
+    for slot, (prompt, logits) in enumerate(zip(prompts, rows, strict=True)):
+        at = np.arange(len(prompt.ids) - 1, len(fed[slot]))
+        FiniteCheck(prompts, Rows(at, np.full(len(at), slot), at))("logits", logits)
+    if not keep_prompt_logits:
+        return [(None, logits) for logits in rows]
+    every = model.logits_of(hidden)
+    for watch, logits in zip(observe, every, strict=True):
+        watch("logits", logits)
+    along = _by_sequence(every, [len(ids) for ids in fed])
     return [
-        Generated(
-            tokens[s, : lengths[s]], logits[s][: lengths[s]], prompt_logits[s], "stop" if stopped[s] else "length"
-        )
-        for s in range(count)
+        (np.concatenate([logits[: len(prompt.ids) - 1], own[:1]]), own)
+        for prompt, logits, own in zip(prompts, along, rows, strict=True)
     ]
 
 
 def score(model: Model, prompt: Prompt, tokens: np.ndarray) -> np.ndarray:
     """Logits [P + T - 1, V] along given tokens int32 [T]; row i predicts element i + 1 of prompt + tokens."""
-    ids = np.concatenate([prompt.ids, tokens[:-1]]).astype(np.int32)
-    return prefill(model, model.cache([len(ids)]), FiniteCheck([prompt]), 0, ids, keep_all=True)
+    of_prompt, own = score_group(model, [prompt], [tokens], keep_prompt_logits=True)[0]
+    return np.concatenate([of_prompt[:-1], own])
+
+
+def score_group(
+    model: Model, prompts: list[Prompt], outputs: list[np.ndarray], keep_prompt_logits: bool = False
+) -> list[tuple[np.ndarray | None, np.ndarray]]:
+    """Logits along given outputs int32 [T], teacher-forced: see ``scored``."""
+    state = Scoring()
+    while state.layer < model.config.num_hidden_layers:
+        advance_scoring(model, prompts, outputs, state)
+    return scored(model, prompts, outputs, state, keep_prompt_logits)
+
+
+def _fed(prompt: Prompt, tokens: np.ndarray) -> np.ndarray:
+    """The ids that are fed to predict every token: the last one is not."""
+    return np.concatenate([prompt.ids, tokens[:-1]]).astype(np.int32)
+
+
+def _by_sequence(parts: Parts, lengths: list[int]) -> Parts:
+    """Parts of whole sequences (``sequence_parts``) put together again, one array a sequence."""
+    out, at = [], 0
+    for length in lengths:
+        count = -(-length // _PREFILL_ROWS)
+        out.append(np.concatenate(parts[at : at + count]) if count > 1 else parts[at])
+        at += count
+    return out

@@ -14,7 +14,7 @@ from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt, check_prompts
 from kdtr_cli.model.source import Model, open_model
 from kdtr_cli.reference import exact, float64
-from kdtr_cli.reference.generate import generate, score
+from kdtr_cli.reference.generate import generate, score_group
 from kdtr_cli.reference.sampling import choose
 from kdtr_cli.reference.transformer import Model as NumpyModel
 from kdtr_cli.workflows.drafting import drafting_manifest
@@ -119,8 +119,9 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
             cache = reference.cache([len(prompt.ids) + decoding.steps - 1 for prompt in group])
             results = generate(reference, group, decoding, options.score, cache)
             drafted = draft_group(drafting, reference, group, decoding, results, cache) if drafting else None
+            real = score_group(truth, group, [r.tokens for r in results], options.score) if options.exact else results
             for index, (prompt, result) in enumerate(zip(group, results, strict=True)):
-                arrays, apart, parted = _arrays(truth, options, decoding, form, prompt, result)
+                arrays, apart, parted = _arrays(options, decoding, form, prompt, result, real[index])
                 difference, ties = max(difference, apart), ties + parted
                 if drafted is not None:
                     arrays |= drafted[index].arrays
@@ -144,25 +145,31 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
 
 
 def _arrays(
-    truth: NumpyModel, options: GoldenOptions, decoding: Decoding, form: str, prompt: Prompt, result: Generated
+    options: GoldenOptions,
+    decoding: Decoding,
+    form: str,
+    prompt: Prompt,
+    result: Generated,
+    real: tuple[np.ndarray | None, np.ndarray],
 ) -> tuple[dict[str, np.ndarray], float, int]:
-    """A sequence's arrays, the largest difference of exact from float64, and the number of steps that would part."""
+    """A sequence's arrays, the largest difference of exact from float64, and the number of steps that would part.
+
+    real: the prompt's logits, if they are kept, and the outputs' in float64.
+    """
     if not options.exact:
         arrays = logits_arrays("logits", "float64", result.logits, form)
         if options.score:
             arrays |= logits_arrays("prompt_logits", "float64", result.prompt_logits, form)
         return arrays, 0.0, 0
-    count = len(prompt.ids)
-    along = score(truth, prompt, result.tokens)
-    real = along[count - 1 :]
-    arrays = logits_arrays("logits", "exact", result.logits, form) | logits_arrays("logits", "float64", real, form)
+    of_prompt, logits = real
+    arrays = logits_arrays("logits", "exact", result.logits, form) | logits_arrays("logits", "float64", logits, form)
     if options.score:
         arrays |= logits_arrays("prompt_logits", "exact", result.prompt_logits, form)
-        arrays |= logits_arrays("prompt_logits", "float64", along[:count], form)
-    drawn = np.arange(count, count + len(result.tokens))
+        arrays |= logits_arrays("prompt_logits", "float64", of_prompt, form)
+    drawn = len(prompt.ids) + np.arange(len(result.tokens))
     streams = np.full(len(drawn), prompt.stream)
-    chosen = choose(real, drawn, streams, temperature=decoding.temperature, seed=decoding.seed)
+    chosen = choose(logits, drawn, streams, temperature=decoding.temperature, seed=decoding.seed)
     ties = np.flatnonzero(chosen != result.tokens).astype(np.int32)
     if len(ties):
         arrays["ties"] = ties
-    return arrays, float(np.abs(result.logits - real).max()), len(ties)
+    return arrays, float(np.abs(result.logits - logits).max()), len(ties)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from drafting_cases import FIXTURES, plain, prompts, text_prompt, trained_drafter, trained_model
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtr_cli.ddtree.rounds import DraftSettings, statistics
@@ -48,6 +48,7 @@ class TestNgram:
             out.append([(t, float(log(f32(votes[t]) / f32(total)))) for t in best])
         return out
 
+    @settings(deadline=None)
     @given(
         st.lists(st.integers(0, 1), max_size=60).flatmap(lambda x: st.just([*x, 2, *x[:20]]))
         | st.lists(st.integers(0, 3), min_size=1, max_size=60),
@@ -118,6 +119,7 @@ class TestSynthetic:
             out.append((row, [float(x) for x in lps[: len(row)]]))
         return out
 
+    @settings(deadline=None)
     @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(2, 40), st.integers(1, 40))
     def test_is_the_rule(self, seed, stream, vocab, k):
         k = min(k, vocab)

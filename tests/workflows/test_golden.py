@@ -251,14 +251,14 @@ class TestForms:
             assert bundle.sequences[0].tokens.tolist() == full["logits/float64"].argmax(-1).tolist()
 
     def test_a_float64_choice_that_differs_is_recorded_as_a_tie(self, tmp_path, monkeypatch):
-        real = workflow.score
+        real = workflow.score_group
 
-        def other(model, prompt, tokens):
-            logits = real(model, prompt, tokens)
-            logits[len(prompt.ids) + 1, (tokens[2] + 1) % 512] = logits.max() + 1  # the row that chooses step 2
-            return logits
+        def other(model, prompts, outputs, keep):
+            of_prompt, logits = real(model, prompts, outputs, keep)[0]
+            logits[2, (outputs[0][2] + 1) % 512] = logits.max() + 1
+            return [(of_prompt, logits)]
 
-        monkeypatch.setattr(workflow, "score", other)
+        monkeypatch.setattr(workflow, "score_group", other)
         summary = make(tmp_path / "g.h5", prompts=PromptOptions(ids=("1 2 3",)))
         assert summary.ties == 1
         assert self.arrays(tmp_path / "g.h5")["ties"].tolist() == [2]
@@ -341,7 +341,7 @@ class TestRefusals:
         def stop(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(workflow, "score", stop)
+        monkeypatch.setattr(workflow, "score_group", stop)
         with pytest.raises(KeyboardInterrupt):
             make(path, force=True)
         assert path.read_bytes() == made[0].read_bytes()
