@@ -30,10 +30,10 @@ from kdtr_cli.bundle.schema import (
     limits_from_environment,
     sequence_name,
 )
-from kdtr_cli.bundle.structure import Structure, read_structure
+from kdtr_cli.bundle.structure import Structure, read_head, read_structure
 from kdtr_cli.errors import InputError
 
-__all__ = ["Bundle", "BundleSequence", "open_bundle"]
+__all__ = ["Bundle", "BundleSequence", "open_bundle", "read_manifest"]
 
 
 def open_bundle(path: str | Path, limits: Limits | None = None) -> "Bundle":
@@ -43,16 +43,29 @@ def open_bundle(path: str | Path, limits: Limits | None = None) -> "Bundle":
     bundle, damaged, or outside the format or the limits.
     """
     path = Path(path)
-    if path.name.startswith(".") and path.name.endswith(".partial"):
-        raise InputError(f"{path}: what an interrupted kdtr left behind, not a bundle; delete it")
     limits = limits_from_environment() if limits is None else limits
-    file = guard.open_hdf5(path)
+    file = _open_file(path)
     try:
         with guard.refusing(path):
             return Bundle(path, file, read_structure(file, limits))
     except BaseException:
         file.close()
         raise
+
+
+def read_manifest(path: str | Path) -> tuple[dict[str, Any], str]:
+    """A bundle's manifest and manifest_sha256. Nothing else is checked, so it costs little; errors as `open_bundle`."""
+    path = Path(path)
+    file = _open_file(path)
+    with file, guard.refusing(path):
+        _, manifest, sha256 = read_head(file, limits_from_environment())
+        return manifest, sha256
+
+
+def _open_file(path: Path) -> h5py.File:
+    if path.name.startswith(".") and path.name.endswith(".partial"):
+        raise InputError(f"{path}: what an interrupted kdtr left behind, not a bundle; delete it")
+    return guard.open_hdf5(path)
 
 
 class BundleSequence:

@@ -28,7 +28,7 @@ from kdtr_cli.bundle.schema import (
     sequence_name,
 )
 
-__all__ = ["StoredArray", "Structure", "read_structure"]
+__all__ = ["StoredArray", "Structure", "read_head", "read_structure"]
 
 _NONE: frozenset[str] = frozenset()
 _ROOT_ATTRIBUTES = frozenset({"kdtr_schema", "kind", "manifest_sha256"})
@@ -59,8 +59,7 @@ class Structure:
 def read_structure(file: h5py.File, limits: Limits) -> Structure:
     """Check a file from its root down. SchemaError for what breaks the format; whatever h5py raises for damage."""
     root = h5g.open(file.id, b"/")
-    kind, manifest_sha256 = _read_head(root)
-    manifest = _read_manifest(root, kind, manifest_sha256, limits)
+    kind, manifest, manifest_sha256 = read_head(file, limits)
     walk = _Walk(file.id.get_filesize(), limits, manifest, {h5o.get_info(root).addr: "/"})
     text, names = walk.run(root)
     vocab = config_vocab(text)
@@ -72,6 +71,13 @@ def read_structure(file: h5py.File, limits: Limits) -> Structure:
             shapes[name] = (layout.kind.name, layout.shape)
         vocab = check_shapes(kind, where, shapes, vocab)
     return Structure(kind, manifest, manifest_sha256, text, vocab, walk.arrays, names)
+
+
+def read_head(file: h5py.File, limits: Limits) -> tuple[str, dict[str, Any], str]:
+    """Kind, manifest and its digest, without a look at anything else in the file; errors as `read_structure`."""
+    root = h5g.open(file.id, b"/")
+    kind, manifest_sha256 = _read_head(root)
+    return kind, _read_manifest(root, kind, manifest_sha256, limits), manifest_sha256
 
 
 def _read_head(root: h5g.GroupID) -> tuple[str, str]:

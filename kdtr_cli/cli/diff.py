@@ -6,7 +6,9 @@ from pathlib import Path
 
 import click
 
+from kdtr_cli.cli.console import progress
 from kdtr_cli.cli.settings import origin
+from kdtr_cli.parity.results import Report
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import ON_TIE
 from kdtr_cli.report.json import report_json
@@ -14,6 +16,7 @@ from kdtr_cli.report.line import verdict_line
 from kdtr_cli.report.text import report_text
 from kdtr_cli.workflows.diff import check_report_target, write_report
 from kdtr_cli.workflows.diff import diff as judge_bundles
+from kdtr_cli.workflows.sweep_diff import diff_sweeps
 
 __all__ = ["diff"]
 
@@ -63,6 +66,8 @@ def diff(
 ) -> None:
     """Judge a run against its golden.
 
+    Two bundles, or two sweeps (directories), which get one verdict.
+
     Exit 0: they agree. 1: they differ. 2: that can't be judged. 3: kdtr failed. The last line on standard output says
     it all in a form that stays the same (docs/judging.md).
     """
@@ -80,13 +85,23 @@ def diff(
     )
     if output_file is not None:
         check_report_target(output_file, force, (golden, run))
-    report = judge_bundles(golden, run, options)
+    report = _judge(golden, run, options)
     text = report_json(report) if form == "json" else report_text(report, _width(output_file))
     if output_file is not None:
         write_report(output_file, text)
         text = verdict_line(report) + "\n"
     click.echo(text, nl=False)  # it flushes; `main` makes exit 3 of a standard output that can't take it
     ctx.exit(int(report.exit_code))
+
+
+def _judge(golden: Path, run: Path, options: JudgeOptions) -> Report:
+    if not golden.is_dir() and not run.is_dir():
+        return judge_bundles(golden, run, options)
+    with progress() as bar:
+        task = bar.add_task("diff", total=None)
+        return diff_sweeps(
+            golden, run, options, lambda what, done, total: bar.update(task, completed=done, total=total)
+        )
 
 
 def _width(output_file: Path | None) -> int:

@@ -5,7 +5,9 @@ from typing import Any
 
 import click
 
+from kdtr_cli.bundle.schema import MAX_SEQUENCES
 from kdtr_cli.cli.console import notes, progress
+from kdtr_cli.cli.sweep_options import output_option, show_sweep, sweep_options, wanted_sweep
 from kdtr_cli.ddtree.rounds import statistics
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.choices import Choices
@@ -13,13 +15,15 @@ from kdtr_cli.workflows.golden import GoldenOptions, GoldenSummary, make_golden
 from kdtr_cli.workflows.golden_rounds import DraftOptions
 from kdtr_cli.workflows.prompts import PromptOptions
 from kdtr_cli.workflows.show import continuation
+from kdtr_cli.workflows.sweep import SweepSummary
+from kdtr_cli.workflows.sweep_golden import make_golden_sweep
 
 __all__ = ["golden", "show_golden"]
 
 
 @click.command("golden")
 @click.argument("model", default="tiny", metavar="[MODEL]")
-@click.option("-o", "output", required=True, type=click.Path(path_type=Path), help="The bundle to write.")
+@output_option
 @click.option("--prompt-ids", multiple=True, metavar="IDS", help='A prompt as token ids: "1 2 3". Repeatable.')
 @click.option("--prompt-text", multiple=True, metavar="TEXT", help="A prompt as text. Repeatable.")
 @click.option(
@@ -55,10 +59,12 @@ __all__ = ["golden", "show_golden"]
 @click.option("--drafter", metavar="DIR|ngram|synthetic:P", help="A DFlash checkpoint, prompt look-up, or a hit rate.")
 @click.option("--budget", type=int, help="Nodes of a tree, 1 to 1024.  [default: block size - 1]")
 @click.option("--block-size", type=int, help="Root and drafted tokens.  [default: the checkpoint's, else 8]")
+@click.option("--shard-size", type=click.IntRange(1, MAX_SEQUENCES), help="Sequences of a shard.  [default: 256]")
+@sweep_options
 @click.option("--force", is_flag=True, help="Overwrite the output.")
 def golden(
     model: str,
-    output: Path,
+    output: str,
     prompt_ids: tuple[str, ...],
     prompt_text: tuple[str, ...],
     prompts: Path | None,
@@ -73,6 +79,9 @@ def golden(
     drafter: str | None,
     budget: int | None,
     block_size: int | None,
+    shard_size: int | None,
+    jobs: int | None,
+    executor: str | None,
     **options: Any,
 ) -> None:
     """Make reference tokens and logits from the NumPy model.
@@ -82,17 +91,36 @@ def golden(
     """
     asked = GoldenOptions(
         model=model,
-        output=output,
+        output=Path(output),
         prompts=PromptOptions(prompt_ids, prompt_text, prompts, num_prompts, prompt_len, seed),
         exact=not no_exact,
         choices=Choices(latent_norm_eps, rope_angles),
         drafting=_drafting(ddtree, chain, drafter, budget, block_size),
         **options,
     )
+    many = wanted_sweep(output, jobs, executor, shard_size)
     with progress() as bar:
         task = bar.add_task("golden", total=None)
-        summary = make_golden(asked, lambda what, done, total: bar.update(task, completed=done, total=total))
-    show_golden(summary)
+
+        def tell(what: str, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        made = make_golden(asked, tell) if many is None else make_golden_sweep(asked, many, tell)
+    if isinstance(made, SweepSummary):
+        _show_sweep(made, asked.output)
+    else:
+        show_golden(made)
+
+
+def _show_sweep(summary: SweepSummary, name: Path) -> None:
+    figures = [figure for figure in summary.results if figure is not None]
+    more = []
+    if len(figures) == len(summary.sweep.shards) and figures[0].max_difference is not None:
+        more.append(f"max_abs_exact_minus_float64={max(f.max_difference for f in figures):.3e}")
+    more.append(f"weights={'embedded' if summary.sweep.manifest['model']['embedded'] else 'not-embedded'}")
+    show_sweep(summary, name, more)
+    if ties := sum(f.ties for f in figures):
+        notes().print(f"note: float64 would choose another token at {ties} steps; the bundles list them as ties")
 
 
 def _drafting(

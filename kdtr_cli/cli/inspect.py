@@ -12,7 +12,7 @@ from kdtr_cli.cli import console
 from kdtr_cli.cli.failures import one_line
 from kdtr_cli.cli.round_tree import render_round
 from kdtr_cli.errors import InputError
-from kdtr_cli.workflows.inspect import describe
+from kdtr_cli.workflows.inspect import describe, describe_sweep, find_shard
 
 __all__ = ["inspect"]
 
@@ -48,11 +48,17 @@ def inspect(
 ) -> None:
     """Show what a bundle holds.
 
-    Kind, model, choices, decoding, statistics of rounds and every sequence of BUNDLE. Checks the structure and the
+    Kind, model, choices, decoding, statistics of rounds and every sequence of BUNDLE; of a sweep's directory what its
+    shards share and how many there are. Checks the structure and the
     manifest; of the data only those that are shown (`kdtr verify` checks all).
     """
     if tokenizer is not None and round_number is None:
         raise InputError("--tokenizer needs --round: only there are tokens shown as text")
+    if bundle.is_dir():
+        if sequence_id is None and round_number is None:
+            _show_sweep(describe_sweep(bundle), output_format)
+            return
+        bundle = find_shard(bundle, sequence_id)
     document = describe(bundle, sequence_id, round_number, tokenizer)
     if output_format == "json":
         click.echo(json.dumps(document, indent=2))
@@ -60,6 +66,31 @@ def inspect(
         render_round(console.results(), document["round"])
     else:
         _render(console.results(), document)
+
+
+def _show_sweep(document: Mapping[str, Any], output_format: str) -> None:
+    if output_format == "json":
+        click.echo(json.dumps(document, indent=2))
+        return
+    manifest, shards = document["manifest"], document["shards"]
+    made = [shard for shard in shards if shard["file_bytes"] is not None]
+    state = "complete" if document["complete"] else "incomplete: the command that made it goes on where it stopped"
+    facts = {
+        "sweep": f"{document['path']}: of {document['kind']}s, {document['file_bytes']} bytes",
+        "shards": f"{len(made)} of {len(shards)}, {state}",
+        "sequences": f"{document['sequences_made']} of {document['sequences']}",
+        "model": _pairs(manifest["model"]),
+        "choices": _pairs(manifest["choices"]),
+        "decoding": _pairs(manifest["decoding"]),
+        "arithmetic": f"{', '.join(manifest['arithmetic'])} (tier {manifest['tier']})",
+        "logits": manifest["logits"] + (", prompt scored" if manifest.get("score") else ""),
+    }
+    for name in ("drafting", "run"):
+        if manifest.get(name) is not None:
+            facts[name] = _pairs(manifest[name])
+    out = console.results()
+    for name, value in facts.items():
+        out.print(f"{name.ljust(max(map(len, facts)))}  {one_line(value)}")
 
 
 def _render(out: Console, document: Mapping[str, Any]) -> None:

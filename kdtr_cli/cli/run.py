@@ -6,16 +6,20 @@ from typing import Any
 import click
 
 from kdtr_cli.cli.console import notes, progress
+from kdtr_cli.cli.sweep_options import output_option, show_sweep, sweep_options, wanted_sweep
 from kdtr_cli.ddtree.rounds import statistics
+from kdtr_cli.errors import InputError
 from kdtr_cli.workflows.run import RunOptions, RunSummary, make_run
 from kdtr_cli.workflows.show import continuation
+from kdtr_cli.workflows.sweep import SweepSummary
+from kdtr_cli.workflows.sweep_run import make_run_sweep
 
 __all__ = ["run", "show_run"]
 
 
 @click.command("run")
 @click.argument("golden", type=click.Path(path_type=Path))
-@click.option("-o", "output", required=True, type=click.Path(path_type=Path), help="The bundle to write.")
+@output_option
 @click.option(
     "--mode",
     type=click.Choice(("ar", "ddtree", "chain")),
@@ -33,20 +37,36 @@ __all__ = ["run", "show_run"]
 @click.option("--prefill", type=click.IntRange(1, 4096), help="Prompt tokens fed in one pass.  [default: up to 64]")
 @click.option("--teacher-force", is_flag=True, help="Feed the golden's tokens, whatever the engine chooses.")
 @click.option("--steps", type=click.IntRange(min=1), help="Decode fewer (or more) tokens than the golden.")
+@sweep_options
 @click.option("--force", is_flag=True, help="Overwrite the output.")
-def run(golden: Path, output: Path, **options: Any) -> None:
+def run(golden: Path, output: str, jobs: int | None, executor: str | None, **options: Any) -> None:
     """Run a golden's prompts through the CUDA engine.
 
     The engine sees the golden's prompts, config, weights and settings; its tokens only with --teacher-force, its
     logits never. Mode, drafter, --batch and --prefill change no bit of tokens and logits.
     """
+    asked = RunOptions(golden=golden, output=Path(output), **options)
+    many = wanted_sweep(output, jobs, executor)
+    if (many is not None) != golden.is_dir():
+        raise InputError(f"-o {output}: a sweep is run into a sweep (-o DIR/), a bundle into a bundle")
     with progress() as bar:
         task = bar.add_task("run", total=None)
-        summary = make_run(
-            RunOptions(golden=golden, output=output, **options),
-            lambda what, done, total: bar.update(task, completed=done, total=total),
-        )
-    show_run(summary)
+
+        def tell(what: str, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        made = make_run(asked, tell) if many is None else make_run_sweep(asked, many, tell)
+    if isinstance(made, SweepSummary):
+        _show_sweep(made, asked.output)
+    else:
+        show_run(made)
+
+
+def _show_sweep(summary: SweepSummary, name: Path) -> None:
+    figures = [figure for figure in summary.results if figure is not None]
+    for note in dict.fromkeys(note for figure in figures for note in figure.notes):
+        notes().print(f"note: {note}")
+    show_sweep(summary, name, [f"on={summary.sweep.manifest['run']['device'].replace(' ', '_')}"])
 
 
 def _say_drafter(summary: RunSummary) -> None:

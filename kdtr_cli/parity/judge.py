@@ -13,7 +13,7 @@ from kdtr_cli.parity.results import Report, SequenceResult, Side
 from kdtr_cli.parity.sequence import RUN_LOGITS, Terms, judge_sequence
 from kdtr_cli.parity.tolerances import EXACT_TIER, JudgeOptions, Tolerance, effective_tolerance
 from kdtr_cli.parity.totals import sum_up
-from kdtr_cli.parity.verdicts import Finding, Level, Verdict, combine, exit_code
+from kdtr_cli.parity.verdicts import Finding, Level, Verdict, combine, exit_code, ordered
 
 __all__ = ["invalid", "judge"]
 
@@ -77,7 +77,7 @@ def invalid(
         sequences = [s for s in sequences if s.id in options.select]
     tokens = sum(len(s.tokens[: options.steps]) for s in sequences)
     totals = sum_up((), ())
-    ordered = _ordered(findings)
+    in_order = ordered(findings)
     return Report(
         verdict=Verdict.INVALID,
         exit_code=exit_code(Verdict.INVALID, options.on_tie),
@@ -89,8 +89,8 @@ def invalid(
         reference=reference,
         totals=replace(totals, tokens=tokens, logits="none"),
         sequences=(),
-        findings=ordered,
-        reason=reason or (ordered[0].message if ordered else "the evidence can't be judged"),
+        findings=in_order,
+        reason=reason or (in_order[0].message if in_order else "the evidence can't be judged"),
     )
 
 
@@ -103,7 +103,7 @@ def _report(
     n_extra: int,
     rounds: str | None,
 ) -> Report:
-    everything = _ordered([*findings, *(f for result in results for f in result.findings)])
+    everything = ordered([*findings, *(f for result in results for f in result.findings)])
     verdict = combine([*(r.verdict for r in results), *(f.verdict for f in findings if f.verdict is not None)])
     unverified = [f.code.split(".")[2] for f in findings if f.code.startswith("unverified.")]
     unjudged = verdict in (Verdict.INVALID, Verdict.INCONCLUSIVE)
@@ -124,12 +124,6 @@ def _report(
         rounds=rounds,
         unverified=tuple("weights" if name.startswith("weights") else "rope" for name in unverified),
     )
-
-
-def _ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings that weigh most first; among equals the order in which they were found."""
-    rank = {verdict: i for i, verdict in enumerate(Verdict)}
-    return tuple(sorted(findings, key=lambda f: -1 if f.verdict is None else rank[f.verdict], reverse=True))
 
 
 def _errors(findings: Iterable[Finding]) -> str | None:

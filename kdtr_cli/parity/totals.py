@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from kdtr_cli.parity.evidence import EvidenceSequence
 from kdtr_cli.parity.results import SequenceResult, Totals
-from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.verdicts import Verdict
 
-__all__ = ["sum_up"]
+__all__ = ["add_totals", "logits_forms", "poorest", "sum_up"]
 
 
 def sum_up(results: Sequence[SequenceResult], golden: Sequence[EvidenceSequence], n_extra: int = 0) -> Totals:
@@ -19,7 +19,7 @@ def sum_up(results: Sequence[SequenceResult], golden: Sequence[EvidenceSequence]
     missing = len(results) - len(met)
     fault = next(((r.index, p.row) for r in met if (p := r.logits.first_fault) is not None), None)
     rounds = [(r.index, r.rounds) for r in results if r.rounds is not None and r.rounds.compared]
-    prompts = [r.prompt_logits for r in met if r.prompt_logits is not None]
+    forms, prompt_forms = logits_forms(results)
     return Totals(
         tokens_equal=sum(r.tokens_equal for r in results),
         tokens=sum(len(r.golden_tokens) for r in results),
@@ -42,8 +42,8 @@ def sum_up(results: Sequence[SequenceResult], golden: Sequence[EvidenceSequence]
         first_divergence=None if parted is None else (parted.index, parted.divergence.step),
         margin=None if parted is None else parted.divergence.golden_margin,
         first_logit_failure=fault,
-        logits=_poorest(r.logits for r in met if r.logits.rows_total),
-        prompt_logits=_poorest(prompts) if prompts else None,
+        logits=poorest(forms),
+        prompt_logits=poorest(prompt_forms) if prompt_forms else None,
         rounds_judged=sum(one.judged for _, one in rounds),
         rounds_equal=sum(one.equal for _, one in rounds),
         first_round_difference=next(
@@ -53,6 +53,55 @@ def sum_up(results: Sequence[SequenceResult], golden: Sequence[EvidenceSequence]
     )
 
 
+def add_totals(one: Totals, other: Totals, first: int, begun: bool = True) -> Totals:
+    """The totals of two parts together; the other's sequences begin at place ``first`` of the whole. The two forms of
+    logits are the other's: they follow from all sequences (`logits_forms`). Not ``begun``: one is of nothing yet."""
+    sums = {name: getattr(one, name) + getattr(other, name) for name in _SUMS}
+    worst = {name: _worst([getattr(one, name), getattr(other, name)]) for name in ("max_abs", "max_ulp", "max_kl")}
+    places = {}
+    for name in ("first_divergence", "first_logit_failure", "first_round_difference"):
+        place = getattr(other, name)
+        moved = None if place is None else (place[0] + first, place[1])
+        places[name] = moved if getattr(one, name) is None else getattr(one, name)
+    verdicts = {v.value: n for v in Verdict if (n := one.verdicts.get(v.value, 0) + other.verdicts.get(v.value, 0))}
+    return replace(
+        other,
+        **sums,
+        **worst,
+        **places,
+        exact=other.exact and (one.exact or not begun),
+        margin=other.margin if one.first_divergence is None else one.margin,
+        verdicts=verdicts,
+    )
+
+
+_SUMS = (
+    "tokens_equal",
+    "tokens",
+    "steps",
+    "steps_available",
+    "sequences",
+    "sequences_available",
+    "missing",
+    "extra",
+    "rows",
+    "rows_compared",
+    "rows_identical",
+    "rows_out",
+    "values_compared",
+    "values_out",
+    "rounds_judged",
+    "rounds_equal",
+)
+
+
+def logits_forms(results: Sequence[SequenceResult]) -> tuple[set[str], set[str]]:
+    """The forms in which logits were compared, and prompt logits, in sequences that both sides have."""
+    met = [r for r in results if r.run_tokens is not None]
+    logits = {r.logits.form for r in met if r.logits.rows_total}
+    return logits, {r.prompt_logits.form for r in met if r.prompt_logits is not None}
+
+
 def _worst(values: Iterable[float | None]) -> float | None:
     known = [v for v in values if v is not None]
     if any(math.isnan(v) for v in known):
@@ -60,8 +109,7 @@ def _worst(values: Iterable[float | None]) -> float | None:
     return max(known, default=None)
 
 
-def _poorest(parts: Iterable[LogitsResult]) -> str:
+def poorest(forms: set[str]) -> str:
     """The poorest form that was compared: none, digest, the smallest top K, full."""
-    forms = {part.form for part in parts}
     tops = sorted((form for form in forms if form.startswith("top")), key=lambda form: int(form[3:]))
     return next((form for form in ("none", "digest", *tops) if form in forms), "full" if forms else "none")

@@ -16,7 +16,7 @@ from enum import Enum
 
 from kdtr_cli.errors import Exit
 
-__all__ = ["ON_TIE", "Finding", "Level", "OnTie", "Verdict", "combine", "exit_code", "first_word"]
+__all__ = ["ON_TIE", "Finding", "Level", "OnTie", "Verdict", "combine", "exit_code", "first_word", "ordered"]
 
 #: What `--on-tie` may say.
 ON_TIE = ("fail", "warn", "pass")
@@ -69,6 +69,11 @@ def combine(verdicts: Iterable[Verdict]) -> Verdict:
     """The verdict of several: INVALID > DIVERGED > INCONCLUSIVE > TIE_BREAK > PASS > IDENTICAL; of none, INCONCLUSIVE
     (nothing compared is never a pass)."""
     return max(verdicts, key=_RANK.__getitem__, default=Verdict.INCONCLUSIVE)
+
+
+def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings that weigh most first; among equals the order in which they were found."""
+    return tuple(sorted(findings, key=lambda f: -1 if f.verdict is None else _RANK[f.verdict], reverse=True))
 
 
 def exit_code(verdict: Verdict, on_tie: OnTie = "fail") -> Exit:

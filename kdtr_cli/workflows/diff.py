@@ -21,7 +21,7 @@ from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict
 from kdtr_cli.workflows.diff_rounds import drafts_kept, has_rounds, read_rounds
 
-__all__ = ["bundle_evidence", "check_report_target", "diff", "write_report"]
+__all__ = ["bundle_evidence", "check_report_target", "diff", "judge_bundles", "write_report"]
 
 _T = TypeVar("_T")
 
@@ -40,6 +40,11 @@ def diff(golden: str | Path, run: str | Path, options: JudgeOptions | None = Non
     for path in (golden, run):
         if not Path(path).exists():
             raise InputError(f"{path}: no such file; give a golden and a run ('kdtr golden' and 'kdtr run' make them)")
+    return judge_bundles(golden, run, options)
+
+
+def judge_bundles(golden: str | Path, run: str | Path, options: JudgeOptions) -> Report:
+    """As `diff`, for bundles that are there."""
     sides: list[Evidence] = []
     try:
         with ExitStack() as stack:

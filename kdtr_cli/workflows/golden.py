@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,14 +19,15 @@ from kdtr_cli.reference.generate import generate, score_group
 from kdtr_cli.reference.sampling import choose
 from kdtr_cli.reference.transformer import Model as NumpyModel
 from kdtr_cli.workflows.drafting import drafting_manifest
-from kdtr_cli.workflows.golden_rounds import DraftOptions, draft_group, open_drafting
+from kdtr_cli.workflows.golden_rounds import Drafting, DraftOptions, draft_group, open_drafting
 from kdtr_cli.workflows.manifest import check_weights, common_manifest, logits_arrays, parse_logits
 from kdtr_cli.workflows.prompts import PromptOptions, collect_prompts
 
-__all__ = ["EMBED_LIMIT", "GoldenOptions", "GoldenSummary", "make_golden"]
+__all__ = ["EMBED_LIMIT", "GoldenOptions", "GoldenSummary", "PreparedGolden", "Progress", "make_golden"]
+__all__ += ["open_prompts", "prepare_golden", "write_golden"]
 
 EMBED_LIMIT = 64 * 10**6  #: stored bytes below which the weights are embedded unless told otherwise
-_BATCH = 32  # sequences decoded together: bounds memory, changes no bit
+_BATCH = 32  # sequences decoded together: bounds memory, changes no bit of the exact arithmetic
 
 Progress = Callable[[str, int, int], None]
 
@@ -51,7 +53,8 @@ class GoldenOptions:
 
 @dataclass(frozen=True)
 class GoldenSummary:
-    """What was made: the sequences as stored, the largest |exact - float64| of a logit, and the places of ties.
+    """What was made: the sequences (their logits are in the bundle only), the largest |exact - float64| of a logit, and
+    the number of ties.
 
     rounds: those of all sequences, and settings how they were drafted; None in plain decoding.
     """
@@ -66,23 +69,47 @@ class GoldenSummary:
     rounds: list[Round] | None = None
 
 
+@dataclass(frozen=True)
+class PreparedGolden:
+    """All that a golden needs but its prompts: models ready to run, and the manifest that says what they are."""
+
+    options: GoldenOptions
+    model: Model
+    decoding: Decoding
+    form: str
+    truth: NumpyModel
+    reference: NumpyModel
+    drafting: Drafting | None
+    manifest: dict[str, Any]
+
+
 def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, total: None) -> GoldenSummary:
     """Make a golden bundle. InputError for anything wrong with the input, before the output is touched.
 
     DeviceError when the rounds of a drafted golden break an invariant, 'output = AR output' among them.
     """
     check_target(options.output, options.force)
+    model, prompts, positions = open_prompts(options)
+    return write_golden(prepare_golden(options, model, positions), prompts, options.output, options.force, progress)
+
+
+def open_prompts(options: GoldenOptions) -> tuple[Model, list[Prompt], int]:
+    """The model, its checked prompts, and how many positions the longest of them feeds."""
     if options.drafting is not None and not options.exact:
         raise InputError("--no-exact: rounds are made in the exact arithmetic alone; leave one of the two out")
     model = open_model(options.model)
+    prompts = collect_prompts(options.prompts, model.config, model.folder)
+    return model, prompts, check_prompts(prompts, model.config, options.steps)
+
+
+def prepare_golden(options: GoldenOptions, model: Model, positions: int) -> PreparedGolden:
+    """Check every weight and make the models ready for sequences that feed up to ``positions`` positions."""
     config = model.config
     drafting = open_drafting(options.drafting, config) if options.drafting is not None else None
-    prompts = collect_prompts(options.prompts, config, model.folder)
     decoding = Decoding(
         options.steps, config.eos_token_ids, options.ignore_eos, options.temperature, options.prompts.seed
     )
     form = parse_logits(options.logits, config.vocab_size)
-    positions = check_prompts(prompts, config, options.steps)
     check_weights(model.weights)
     embedded = options.embed_weights
     if embedded is None:
@@ -106,10 +133,23 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
     if drafting is not None:
         manifest["decoding"]["mode"] = drafting.settings.mode
         manifest["drafting"] = drafting_manifest(drafting.spec, drafting.settings)
+    return PreparedGolden(options, model, decoding, form, truth, reference, drafting, manifest)
+
+
+def write_golden(
+    prepared: PreparedGolden,
+    prompts: list[Prompt],
+    output: Path,
+    force: bool,
+    progress: Progress = lambda what, done, total: None,
+) -> GoldenSummary:
+    """Decode the prompts and write the bundle; the weights go into it where the prepared manifest says so."""
+    options, model, decoding, drafting = prepared.options, prepared.model, prepared.decoding, prepared.drafting
+    reference, form, embedded = prepared.reference, prepared.form, prepared.manifest["model"]["embedded"]
     made: list[tuple[Prompt, Generated]] = []
     rounds: list[Round] = []
     difference, ties = 0.0, 0
-    with BundleWriter(options.output, "golden", options.force) as bundle:
+    with BundleWriter(output, "golden", force) as bundle:
         bundle.add_config(model.config_text)
         if embedded:
             for name in model.weights.stored_names:
@@ -119,7 +159,11 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
             cache = reference.cache([len(prompt.ids) + decoding.steps - 1 for prompt in group])
             results = generate(reference, group, decoding, options.score, cache)
             drafted = draft_group(drafting, reference, group, decoding, results, cache) if drafting else None
-            real = score_group(truth, group, [r.tokens for r in results], options.score) if options.exact else results
+            real = (
+                score_group(prepared.truth, group, [r.tokens for r in results], options.score)
+                if options.exact
+                else results
+            )
             for index, (prompt, result) in enumerate(zip(group, results, strict=True)):
                 arrays, apart, parted = _arrays(options, decoding, form, prompt, result, real[index])
                 difference, ties = max(difference, apart), ties + parted
@@ -129,11 +173,12 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
                 bundle.add_sequence(
                     SequenceData(prompt.id, prompt.stream, prompt.ids, result.tokens, result.finish_reason, arrays)
                 )
-                made.append((prompt, result))
+                # without its logits: they are in the bundle, and of many sequences they fill the memory
+                made.append((prompt, Generated(result.tokens, result.logits[:0].copy(), None, result.finish_reason)))
                 progress("golden", len(made), len(prompts))
-        bundle.finish(manifest)
+        bundle.finish(prepared.manifest)
     return GoldenSummary(
-        options.output,
+        output,
         model,
         made,
         difference if options.exact else None,

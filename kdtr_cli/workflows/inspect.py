@@ -9,10 +9,12 @@ import numpy as np
 
 from kdtr_cli.bundle.reader import Bundle, BundleSequence, open_bundle
 from kdtr_cli.bundle.schema import SCHEMA
+from kdtr_cli.bundle.sweep import check_shard, read_sweep
 from kdtr_cli.errors import InputError
 from kdtr_cli.workflows.rounds import describe_round, describe_rounds
+from kdtr_cli.workflows.sweep import finished_shards
 
-__all__ = ["CONFIG_FIELDS", "describe", "find_sequence", "largest"]
+__all__ = ["CONFIG_FIELDS", "describe", "describe_sweep", "find_sequence", "find_shard", "largest"]
 
 #: The sizes that `inspect` shows, in this order, where the config has them.
 CONFIG_FIELDS = (
@@ -92,6 +94,43 @@ def describe(
             "sequence": None if chosen is None else _detail(chosen),
             "round": shown,
         }
+
+
+def describe_sweep(folder: str | Path) -> dict[str, Any]:
+    """The document for a sweep: what its shards have in common, and which of them are there (kdtr.inspect-sweep/1).
+
+    Reads manifests alone. InputError: no sweep, or a shard that is damaged or another.
+    """
+    folder = Path(folder)
+    sweep = read_sweep(folder)
+    shards = []
+    for shard in sweep.shards:
+        there = check_shard(folder, sweep, shard) is not None
+        size = (folder / shard.name).stat().st_size if there else None
+        shards.append({"name": shard.name, "first": shard.first, "count": shard.count, "file_bytes": size})
+    made = [shard for shard in shards if shard["file_bytes"] is not None]
+    return {
+        "schema": "kdtr.inspect-sweep/1",
+        "path": str(folder),
+        "kind": sweep.kind,
+        "complete": len(made) == len(shards),
+        "sequences": sweep.sequences,
+        "sequences_made": sum(shard["count"] for shard in made),
+        "file_bytes": sum(shard["file_bytes"] for shard in made),
+        "manifest": {key: value for key, value in sweep.manifest.items() if key != "model"}
+        | {"model": {key: value for key, value in sweep.manifest["model"].items() if key != "weights"}},
+        "shards": shards,
+    }
+
+
+def find_shard(folder: str | Path, sequence_id: str | None) -> Path:
+    """The shard that holds the sequence of that id, the first one for None. InputError: none does."""
+    folder = Path(folder)
+    sweep = read_sweep(folder)
+    for shard, manifest in finished_shards(folder, sweep):
+        if sequence_id is None or any(entry["id"] == sequence_id for entry in manifest["sequences"]):
+            return folder / shard.name
+    raise InputError(f"{folder}: no sequence {sequence_id!r} in any of its {len(sweep.shards)} shards")
 
 
 def find_sequence(bundle: Bundle, sequence_id: str) -> BundleSequence:

@@ -15,7 +15,7 @@ from kdtr_cli.bundle.schema import SequenceData
 from kdtr_cli.bundle.writer import BundleWriter, check_target
 from kdtr_cli.ddtree.rounds import Round, pack_rounds
 from kdtr_cli.engine.compile import source_text
-from kdtr_cli.engine.devices import open_device
+from kdtr_cli.engine.devices import Device, open_device
 from kdtr_cli.engine.drafters import Sequence
 from kdtr_cli.engine.generate import Request
 from kdtr_cli.engine.kernels import sources
@@ -30,7 +30,7 @@ from kdtr_cli.workflows.decode import Decoded, Draft, Job, decode
 from kdtr_cli.workflows.drafting import draft_settings, drafting_manifest, parse_drafter
 from kdtr_cli.workflows.manifest import check_weights, common_manifest, logits_arrays
 
-__all__ = ["RunOptions", "RunSummary", "make_run"]
+__all__ = ["RunOptions", "RunSummary", "check_golden", "make_run", "open_golden_model", "prepare_run", "run_on"]
 
 _BATCH = 8
 
@@ -78,31 +78,62 @@ def make_run(options: RunOptions, progress: Progress = lambda what, done, total:
     if target.exists() and options.golden.exists() and target.samefile(options.golden):
         raise InputError(f"{options.output} is the golden itself; give the run another name")
     with open_bundle(options.golden) as golden:
-        if golden.kind != "golden":
-            raise InputError(f"{options.golden} is a {golden.kind}, not a golden; make one with 'kdtr golden'")
-        model = _open_model(golden, options)
+        check_golden(golden)
+        model = open_golden_model(golden, options)
         job = _job(golden, model, options)
         manifest = _manifest(golden, job, options)
-        notes = _other_model(golden.manifest["model"], manifest["model"])
         with open_device(options.device) as device:
-            manifest["run"] = {
-                **device.describe(),
-                "kernels_sha256": _kernels_sha256(),
-                "batch": options.batch or _BATCH,
-                "golden_manifest_sha256": golden.manifest_sha256,
-            }
-            statistics = Statistics()
-            begin = time.monotonic()
-            results = decode(device, job, statistics, lambda done: progress("run", done, len(job.requests)))
-            seconds = time.monotonic() - begin
-        described = manifest["run"]
-        manifest["run"]["statistics"] = statistics.summary()
-        _write(options, job, manifest, results)
+            return _run(device, golden, job, manifest, options, progress)
+
+
+def run_on(device: Device, model: Model, manifest: dict[str, Any], options: RunOptions) -> RunSummary:
+    """Run one shard of a sweep on an open device: as `make_run`, but model and ``manifest`` are as prepared before."""
+    check_target(options.output, options.force)
+    with device, open_bundle(options.golden) as golden:
+        return _run(device, golden, _job(golden, model, options), manifest, options)
+
+
+def prepare_run(device: Device, golden: Bundle, model: Model, options: RunOptions) -> dict[str, Any]:
+    """The manifest that all runs of these options share, whatever part of the golden they run."""
+    manifest = _manifest(golden, _job(golden, model, options), options)
+    manifest["run"] = _described(device, options)
+    return manifest
+
+
+def check_golden(golden: Bundle) -> None:
+    """InputError where it is none."""
+    if golden.kind != "golden":
+        raise InputError(f"{golden.path} is a {golden.kind}, not a golden; make one with 'kdtr golden'")
+
+
+def _run(
+    device: Device,
+    golden: Bundle,
+    job: Job,
+    manifest: dict[str, Any],
+    options: RunOptions,
+    progress: Progress = lambda what, done, total: None,
+) -> RunSummary:
+    statistics = Statistics()
+    begin = time.monotonic()
+    results = decode(device, job, statistics, lambda done: progress("run", done, len(job.requests)))
+    seconds = time.monotonic() - begin
+    described = {
+        **_described(device, options),
+        "golden_manifest_sha256": golden.manifest_sha256,
+        "statistics": statistics.summary(),
+    }
+    _write(options, job, {**manifest, "run": described}, results)
     prompts = [r.prompt for r in job.requests]
     pairs = [(prompt, result.generated) for prompt, result in zip(prompts, results, strict=True)]
     drafter = job.draft.spec.identity if job.draft is not None else None
     rounds = [r.rounds for r in results]
-    return RunSummary(options.output, model, described, pairs, rounds, statistics, seconds, drafter, notes)
+    notes = _other_model(golden.manifest["model"], manifest["model"])
+    return RunSummary(options.output, job.model, described, pairs, rounds, statistics, seconds, drafter, notes)
+
+
+def _described(device: Device, options: RunOptions) -> dict[str, Any]:
+    return {**device.describe(), "kernels_sha256": _kernels_sha256(), "batch": options.batch or _BATCH}
 
 
 def _job(golden: Bundle, model: Model, options: RunOptions) -> Job:
@@ -209,7 +240,7 @@ def _write(options: RunOptions, job: Job, manifest: dict[str, Any], results: lis
         bundle.finish(manifest)
 
 
-def _open_model(golden: Bundle, options: RunOptions) -> Model:
+def open_golden_model(golden: Bundle, options: RunOptions) -> Model:
     """The model to run: ``--model``, or the config and the weights that the golden holds."""
     if options.model is not None:
         return open_model(options.model)

@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from kdtr_cli.bundle.reader import Bundle, open_bundle
+from kdtr_cli.bundle.sweep import check_shard, read_sweep
 from kdtr_cli.errors import Exit, InputError
 from kdtr_cli.workflows.rounds import broken_rounds
 
-__all__ = ["Verification", "exit_code", "verify_bundle", "verify_document"]
+__all__ = ["Verification", "exit_code", "verify_bundle", "verify_document", "verify_sweep"]
 
 
 @dataclass(frozen=True)
 class Verification:
     """What checking one bundle said. problems: one line each, empty if the bundle is whole.
 
-    The other fields are None where the bundle can't even be opened. array_bytes: bytes of all arrays, as declared.
+    The other fields are None where the bundle can't even be opened. array_bytes: bytes of all arrays, as declared. Of
+    a sweep the numbers are sums over its shards.
     """
 
     path: str
@@ -26,10 +28,37 @@ class Verification:
     arrays: int | None = None
     array_bytes: int | None = None
     problems: tuple[str, ...] = ()
+    shards: int | None = None  #: of a sweep; None: a bundle
 
     @property
     def ok(self) -> bool:
         return not self.problems
+
+
+def verify_sweep(folder: str | Path) -> Verification:
+    """Read all of a sweep: are all shards there, of this sweep, and whole? Never raises, as `verify_bundle`."""
+    folder = Path(folder)
+    try:
+        sweep = read_sweep(folder)
+        missing = [shard for shard in sweep.shards if not (folder / shard.name).exists()]
+    except (InputError, OSError) as error:
+        return Verification(str(folder), problems=(str(error),))
+    problems = []
+    if missing:
+        problems.append(f"{folder}: {len(missing)} of {len(sweep.shards)} shards are missing, first {missing[0].name}")
+    sums = [0, 0, 0]
+    for shard in sweep.shards:
+        if shard in missing:
+            continue
+        try:
+            check_shard(folder, sweep, shard)
+        except InputError as error:
+            problems.append(str(error))
+            continue
+        one = verify_bundle(folder / shard.name)
+        problems += one.problems
+        sums = [n + (m or 0) for n, m in zip(sums, (one.sequences, one.arrays, one.array_bytes), strict=True)]
+    return Verification(str(folder), sweep.kind, None, *sums, tuple(problems), len(sweep.shards))
 
 
 def verify_bundle(path: str | Path) -> Verification:
