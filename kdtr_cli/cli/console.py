@@ -12,7 +12,15 @@ from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 __all__ = ["notes", "print_table", "progress", "results"]
@@ -39,16 +47,19 @@ def notes() -> Console:
     return _console(stderr=True)
 
 
-def progress() -> Progress:
+def progress(estimate: bool = False) -> Progress:
     """A progress display on standard error that shows itself on a capable terminal only and leaves nothing behind.
+
+    ``estimate``: the share of the work and the time that is left, in place of counts.
 
     Use: ``with progress() as bar: task = bar.add_task("decode", total=24); ...; bar.advance(task)``.
     """
     console = notes()
+    counts = [TaskProgressColumn(), TimeRemainingColumn()] if estimate else [MofNCompleteColumn()]
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
-        MofNCompleteColumn(),
+        *counts,
         TimeElapsedColumn(),
         console=console,
         transient=True,

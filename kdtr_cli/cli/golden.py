@@ -6,19 +6,21 @@ from typing import Any
 import click
 
 from kdtr_cli.bundle.schema import MAX_SEQUENCES
-from kdtr_cli.cli.console import notes, progress
+from kdtr_cli.cli.console import notes, print_table, progress, results
 from kdtr_cli.cli.sweep_options import output_option, show_sweep, sweep_options, wanted_sweep
 from kdtr_cli.ddtree.rounds import statistics
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.choices import Choices
-from kdtr_cli.workflows.golden import GoldenOptions, GoldenSummary, make_golden
+from kdtr_cli.workflows.golden import GoldenOptions, GoldenPlan, GoldenSummary, make_golden, plan_golden
+from kdtr_cli.workflows.golden_memory import parse_size, shown_size
+from kdtr_cli.workflows.golden_plan import shown_time
 from kdtr_cli.workflows.golden_rounds import DraftOptions
 from kdtr_cli.workflows.prompts import PromptOptions
 from kdtr_cli.workflows.show import continuation
 from kdtr_cli.workflows.sweep import SweepSummary
 from kdtr_cli.workflows.sweep_golden import make_golden_sweep
 
-__all__ = ["golden", "show_golden"]
+__all__ = ["golden", "show_golden", "show_plan"]
 
 
 @click.command("golden")
@@ -61,6 +63,12 @@ __all__ = ["golden", "show_golden"]
 @click.option("--block-size", type=int, help="Root and drafted tokens.  [default: the checkpoint's, else 8]")
 @click.option("--shard-size", type=click.IntRange(1, MAX_SEQUENCES), help="Sequences of a shard.  [default: 256]")
 @sweep_options
+@click.option(
+    "--memory-limit",
+    metavar="SIZE",
+    help="Bytes to use, such as 8G: weights that don't fit are read again. A stopped golden goes on where it was.",
+)
+@click.option("--plan", is_flag=True, help="Print what would be read and how long it would take, and make nothing.")
 @click.option("--force", is_flag=True, help="Overwrite the output.")
 def golden(
     model: str,
@@ -82,6 +90,8 @@ def golden(
     shard_size: int | None,
     jobs: int | None,
     executor: str | None,
+    memory_limit: str | None,
+    plan: bool,
     **options: Any,
 ) -> None:
     """Make reference tokens and logits from the NumPy model.
@@ -96,20 +106,53 @@ def golden(
         exact=not no_exact,
         choices=Choices(latent_norm_eps, rope_angles),
         drafting=_drafting(ddtree, chain, drafter, budget, block_size),
+        memory_limit=None if memory_limit is None else parse_size(memory_limit),
         **options,
     )
+    if plan:
+        show_plan(plan_golden(asked))
+        return
     many = wanted_sweep(output, jobs, executor, shard_size)
-    with progress() as bar:
+    with progress(estimate=True) as bar:
         task = bar.add_task("golden", total=None)
 
-        def tell(what: str, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+        def tell(what: str, done: float, total: float) -> None:
+            bar.update(task, description=what, completed=done, total=total)
 
         made = make_golden(asked, tell) if many is None else make_golden_sweep(asked, many, tell)
     if isinstance(made, SweepSummary):
         _show_sweep(made, asked.output)
     else:
         show_golden(made)
+
+
+def show_plan(plan: GoldenPlan) -> None:
+    """Print what a golden would take, pass by pass."""
+    rows = [
+        [
+            line.what,
+            line.passes,
+            line.rows or "",
+            shown_size(line.read),
+            f"{line.products:.3g}" if line.products else "",
+            shown_time(line.seconds),
+        ]
+        for line in plan.lines
+    ]
+    header = ["pass", "times", "rows", "weights read", "multiply-adds", "time"]
+    print_table(results(), header, rows, "lrrrrr")
+    seconds = sum(line.seconds for line in plan.lines)
+    kept = plan.budget.weights_limit
+    groups = plan.budget.groups
+    parts = [
+        f"plan: sequences={sum(map(len, groups))}",
+        f"groups={len(groups)}",
+        f"checkpoint={shown_size(plan.stored_bytes)}",
+        f"weights_kept={'all' if kept is None else shown_size(min(kept, plan.packed_bytes))}",
+        f"memory={shown_size(plan.memory)}",
+        f"time={shown_time(seconds)}",
+    ]
+    click.echo(" ".join(parts))
 
 
 def _show_sweep(summary: SweepSummary, name: Path) -> None:

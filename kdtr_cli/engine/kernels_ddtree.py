@@ -4,7 +4,7 @@ from kdtr_cli.engine.kernel_table import Dims, Kernel, args, up
 
 __all__ = ["DDTREE", "PART"]
 
-PART = 8192  # logits of one part of the marginals: a block of rule 3 (topk.cu)
+PART = 8192  # logits of one part of the marginals: a block of rule 3 (topk.cuh)
 
 _MARGINALS = """
 out i32 ids[batch, horizon, k]
@@ -94,7 +94,7 @@ DDTREE = (
     ),
     Kernel(
         "topk_parts",
-        "topk.cu",
+        "topk_parts.cu",
         args("""
         in f32 logits[rows, vocab]
         out u64 keys[rows, parts, k]
@@ -109,7 +109,7 @@ DDTREE = (
     ),
     Kernel(
         "topk_final",
-        "topk.cu",
+        "topk_final.cu",
         args("""
         in f32 logits[rows, vocab]
         in u64 keys[rows, parts, k]

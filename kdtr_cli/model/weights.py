@@ -81,7 +81,7 @@ class Weights:
         self._source = source
         self._cache: dict[str, np.ndarray] | None = {} if cache else None
         self._checked: set[tuple[str, int, int]] = set()
-        self._digests: Digests | None = None
+        self.known_digests: Digests | None = None  # as made, or as known from before
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, config: ModelConfig, cache: bool = True) -> "Weights":
@@ -162,8 +162,8 @@ class Weights:
         call. Used: over all names in sorted order; a tensor adds the line 'NAME float32 D0,D1,…\\n' and its
         little-endian float32 bytes.
         """
-        if self._digests is not None:
-            return self._digests
+        if self.known_digests is not None:
+            return self.known_digests
         used, stored = hashlib.sha256(), {name: hashlib.sha256() for name in self.stored_names}
         # hashing leaves the interpreter lock: the next block is read and dequantised meanwhile
         with ThreadPoolExecutor(1) as used_thread, ThreadPoolExecutor(1) as stored_thread:
@@ -186,8 +186,8 @@ class Weights:
                             data = np.ascontiguousarray(array).view(np.uint8).data
                             waiting.append(stored_thread.submit(stored[part].update, data))
                     progress(sum(array.nbytes for array in parts.values()))
-        self._digests = Digests({name: digest.hexdigest() for name, digest in stored.items()}, used.hexdigest())
-        return self._digests
+        self.known_digests = Digests({name: digest.hexdigest() for name, digest in stored.items()}, used.hexdigest())
+        return self.known_digests
 
     def stored(self, name: str) -> np.ndarray:
         """A stored tensor in its stored dtype (STORED_DTYPES), read-only; KeyError for a packed weight's own name."""

@@ -31,6 +31,12 @@ class PackedWeights:
         self.kept = 0
         self._kept: dict[Any, Any] = {}
 
+    def keep_at_most(self, limit: int | None) -> None:
+        """Another limit; where more is kept than it allows, all goes."""
+        self.limit = limit
+        if limit is not None and self.kept > limit:
+            self.kept, self._kept = 0, {}
+
     def __contains__(self, name: str) -> bool:
         return name in self.weights
 

@@ -20,7 +20,7 @@ from kdtr_cli.reference.drafters.synthetic import synthetic_marginals
 __all__ = ["DDTREE_TWINS"]
 
 f32 = np.float32
-PART = arith.BLOCK  # logits of one part (topk.cu)
+PART = arith.BLOCK  # logits of one part (topk.cuh)
 
 
 def tap_rows(hidden, taps, n, column, **_):

@@ -1,12 +1,12 @@
 """`kdtr golden`: reference tokens and logits from the NumPy model, as a bundle."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from kdtr_cli import __version__
 from kdtr_cli.bundle.schema import SequenceData
 from kdtr_cli.bundle.writer import BundleWriter, check_target
 from kdtr_cli.ddtree.rounds import DraftSettings, Round
@@ -15,21 +15,24 @@ from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt, check_prompts
 from kdtr_cli.model.source import Model, open_model
 from kdtr_cli.reference import exact, float64
-from kdtr_cli.reference.generate import generate, score_group
-from kdtr_cli.reference.sampling import choose
+from kdtr_cli.reference.arith import CONTRACT_VERSION
 from kdtr_cli.reference.transformer import Model as NumpyModel
 from kdtr_cli.workflows.drafting import drafting_manifest
-from kdtr_cli.workflows.golden_rounds import Drafting, DraftOptions, draft_group, open_drafting
-from kdtr_cli.workflows.manifest import check_weights, common_manifest, logits_arrays, parse_logits
+from kdtr_cli.workflows.golden_groups import GroupOptions, MadeSequence, Tick, make_group, pack_group, unpack_group
+from kdtr_cli.workflows.golden_memory import Budget, make_budget
+from kdtr_cli.workflows.golden_plan import NOMINAL, Costs, PlanLine, calibrate, plan_lines
+from kdtr_cli.workflows.golden_rounds import Drafting, DraftOptions, open_drafting
+from kdtr_cli.workflows.golden_state import SavedWork
+from kdtr_cli.workflows.manifest import common_manifest, parse_logits
 from kdtr_cli.workflows.prompts import PromptOptions, collect_prompts
 
-__all__ = ["EMBED_LIMIT", "GoldenOptions", "GoldenSummary", "PreparedGolden", "Progress", "make_golden"]
-__all__ += ["open_prompts", "prepare_golden", "write_golden"]
+__all__ = ["EMBED_LIMIT", "GoldenOptions", "GoldenPlan", "GoldenSummary", "PreparedGolden", "Progress", "make_golden"]
+__all__ += ["golden_budget", "open_prompts", "plan_golden", "prepare_golden", "write_golden"]
 
 EMBED_LIMIT = 64 * 10**6  #: stored bytes below which the weights are embedded unless told otherwise
-_BATCH = 32  # sequences decoded together: bounds memory, changes no bit of the exact arithmetic
 
-Progress = Callable[[str, int, int], None]
+#: Called with what is being done, how much of all work is done, and how much there is.
+Progress = Callable[[str, float, float], None]
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class GoldenOptions:
     embed_weights: bool | None = None
     force: bool = False
     drafting: DraftOptions | None = None
+    memory_limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,18 +90,124 @@ class PreparedGolden:
 def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, total: None) -> GoldenSummary:
     """Make a golden bundle. InputError for anything wrong with the input, before the output is touched.
 
+    With a memory limit the work is saved beside the output as it goes, and a golden that was stopped goes on from
+    there (kdtr_cli.workflows.golden_state). Rounds are made from a finished group, and are not saved.
+
     DeviceError when the rounds of a drafted golden break an invariant, 'output = AR output' among them.
     """
     check_target(options.output, options.force)
     model, prompts, positions = open_prompts(options)
-    return write_golden(prepare_golden(options, model, positions), prompts, options.output, options.force, progress)
+    budget = golden_budget(options, model, prompts)
+    costs = Costs(model.config, NOMINAL, budget.weights_limit)
+    meter = _Meter(progress, sum(line.seconds for line in plan_lines(costs, budget, options.steps, options.exact)))
+    if options.memory_limit is None or options.drafting is not None:
+        return _make(options, model, prompts, positions, meter, None)
+    work = SavedWork(options.output, _job(options, model, prompts), options.force)
+    try:
+        if work.resumed:
+            progress(f"going on from {work.folder}", 0, 1)
+        model.weights.known_digests = work.digests()
+        summary = _make(options, model, prompts, positions, meter, work)
+    except BaseException:
+        work.close()
+        raise
+    work.remove()
+    return summary
+
+
+def golden_budget(options: GoldenOptions, model: Model, prompts: list[Prompt]) -> Budget:
+    """How the prompts are grouped and how much of the weights is kept."""
+    return make_budget(
+        options.memory_limit, model.config, prompts, options.steps, score=options.score, exact=options.exact
+    )
+
+
+@dataclass(frozen=True)
+class GoldenPlan:
+    """What a golden would take. Bytes: as stored, packed in all arithmetics, and in memory at most."""
+
+    lines: list[PlanLine]
+    budget: Budget
+    stored_bytes: int
+    packed_bytes: int
+    memory: int
+
+
+def plan_golden(options: GoldenOptions) -> GoldenPlan:
+    """Look at the model, the prompts and this machine, and say what the golden would take; nothing is written."""
+    model, prompts, _ = open_prompts(options)
+    parse_logits(options.logits, model.config.vocab_size)
+    budget = golden_budget(options, model, prompts)
+    costs = Costs(model.config, calibrate(model.config, model.weights), budget.weights_limit)
+    packed = costs.total * (4 + 8 if options.exact else 8)
+    return GoldenPlan(
+        list(plan_lines(costs, budget, options.steps, options.exact)),
+        budget,
+        sum(model.weights.stored_nbytes(name) for name in model.weights.stored_names),
+        packed,
+        budget.working + (packed if budget.weights_limit is None else min(packed, budget.weights_limit)),
+    )
+
+
+class _Meter:
+    """Counts expected seconds (kdtr_cli.workflows.golden_plan) and tells the progress."""
+
+    def __init__(self, progress: Progress, total: float) -> None:
+        self.progress, self.total, self.done = progress, total, 0.0
+
+    def add(self, what: str, seconds: float) -> None:
+        self.done = min(self.done + seconds, self.total)
+        self.progress(what, self.done, self.total)
+
+    def reach(self, what: str, seconds: float) -> None:
+        self.done = max(self.done, min(seconds, self.total))
+        self.progress(what, self.done, self.total)
+
+
+def _job(options: GoldenOptions, model: Model, prompts: list[Prompt]) -> dict[str, Any]:
+    """Everything that decides a golden's bytes, for who wants to go on with it later."""
+    files = sorted(model.folder.glob("*.safetensors")) if model.folder else []
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(f"{prompt.id}\n{prompt.stream}\n{len(prompt.ids)}\n".encode() + prompt.ids.tobytes())
+    return {
+        "kdtr": f"{__version__}, contract {CONTRACT_VERSION}",
+        "model": [model.name, hashlib.sha256(model.config_text.encode()).hexdigest()],
+        "weight files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+        "prompts": digest.hexdigest(),
+        "steps": [options.steps, options.ignore_eos],
+        "temperature": [options.temperature, options.prompts.seed],
+        "arithmetic": options.exact,
+        "logits": [options.logits, options.score],
+        "choices": [options.choices.latent_norm_eps, options.choices.rope_angles],
+        "memory limit": options.memory_limit,
+    }
+
+
+def _make(
+    options: GoldenOptions,
+    model: Model,
+    prompts: list[Prompt],
+    positions: int,
+    meter: _Meter,
+    work: SavedWork | None,
+) -> GoldenSummary:
+    costs = Costs(model.config, NOMINAL, None)
+    stored = sum(model.weights.stored_nbytes(name) for name in model.weights.stored_names)
+    digests = model.weights.digests(lambda size: meter.add("digests", costs.digests() * size / max(1, stored)))
+    if work is not None:
+        work.save_digests(digests)
+    meter.reach("digests", costs.digests())
+    return write_golden(
+        prepare_golden(options, model, positions), prompts, options.output, options.force, meter.add, work
+    )
 
 
 def open_prompts(options: GoldenOptions) -> tuple[Model, list[Prompt], int]:
     """The model, its checked prompts, and how many positions the longest of them feeds."""
     if options.drafting is not None and not options.exact:
         raise InputError("--no-exact: rounds are made in the exact arithmetic alone; leave one of the two out")
-    model = open_model(options.model)
+    model = open_model(options.model, cache=False)  # what is used is kept packed
     prompts = collect_prompts(options.prompts, model.config, model.folder)
     return model, prompts, check_prompts(prompts, model.config, options.steps)
 
@@ -110,7 +220,7 @@ def prepare_golden(options: GoldenOptions, model: Model, positions: int) -> Prep
         options.steps, config.eos_token_ids, options.ignore_eos, options.temperature, options.prompts.seed
     )
     form = parse_logits(options.logits, config.vocab_size)
-    check_weights(model.weights)
+    model.weights.digests()  # every weight is read once, and must be finite
     embedded = options.embed_weights
     if embedded is None:
         embedded = sum(model.weights.stored_nbytes(name) for name in model.weights.stored_names) < EMBED_LIMIT
@@ -141,41 +251,60 @@ def write_golden(
     prompts: list[Prompt],
     output: Path,
     force: bool,
-    progress: Progress = lambda what, done, total: None,
+    tick: Tick = lambda what, seconds: None,
+    work: SavedWork | None = None,
 ) -> GoldenSummary:
-    """Decode the prompts and write the bundle; the weights go into it where the prepared manifest says so."""
-    options, model, decoding, drafting = prepared.options, prepared.model, prepared.decoding, prepared.drafting
-    reference, form, embedded = prepared.reference, prepared.form, prepared.manifest["model"]["embedded"]
+    """Decode the prompts and write the bundle; the weights go into it where the prepared manifest says so.
+
+    Without saved work every group is on disk, in the bundle that grows, when it is finished. With it the bundle is
+    written when all are, so that a kill leaves nothing but the work.
+    """
+    options, model, drafting = prepared.options, prepared.model, prepared.drafting
+    budget = golden_budget(options, model, prompts)
+    prepared.reference.packed.keep_at_most(budget.weights_limit)
+    if prepared.truth is not prepared.reference and budget.weights_limit is not None:
+        prepared.truth.packed.keep_at_most(0)  # it is used once a group
+    costs = Costs(model.config, NOMINAL, budget.weights_limit)
+    shared = GroupOptions(
+        prepared.truth,
+        prepared.reference,
+        prepared.decoding,
+        prepared.form,
+        options.exact,
+        options.score,
+        drafting,
+    )
+
+    def finished(number: int) -> list[MadeSequence]:
+        saved = work.group(number) if work else None
+        if saved is not None:
+            return unpack_group(saved)
+        made = make_group(shared, budget.groups[number], number, costs, tick, work)
+        if work is not None:
+            work.save_group(number, pack_group(made))
+        return made
+
+    if work is not None:
+        for number in range(len(budget.groups)):
+            finished(number)
     made: list[tuple[Prompt, Generated]] = []
     rounds: list[Round] = []
     difference, ties = 0.0, 0
+    embedded = prepared.manifest["model"]["embedded"]
     with BundleWriter(output, "golden", force) as bundle:
         bundle.add_config(model.config_text)
         if embedded:
             for name in model.weights.stored_names:
                 bundle.add_weight(name, model.weights.stored(name))
-        for first in range(0, len(prompts), _BATCH):
-            group = prompts[first : first + _BATCH]
-            cache = reference.cache([len(prompt.ids) + decoding.steps - 1 for prompt in group])
-            results = generate(reference, group, decoding, options.score, cache)
-            drafted = draft_group(drafting, reference, group, decoding, results, cache) if drafting else None
-            real = (
-                score_group(prepared.truth, group, [r.tokens for r in results], options.score)
-                if options.exact
-                else results
-            )
-            for index, (prompt, result) in enumerate(zip(group, results, strict=True)):
-                arrays, apart, parted = _arrays(options, decoding, form, prompt, result, real[index])
-                difference, ties = max(difference, apart), ties + parted
-                if drafted is not None:
-                    arrays |= drafted[index].arrays
-                    rounds += drafted[index].rounds
+        for number, group in enumerate(budget.groups):
+            for prompt, one in zip(group, finished(number), strict=True):
+                result = one.result
+                difference, ties = max(difference, one.difference), ties + one.ties
+                rounds += one.rounds
                 bundle.add_sequence(
-                    SequenceData(prompt.id, prompt.stream, prompt.ids, result.tokens, result.finish_reason, arrays)
+                    SequenceData(prompt.id, prompt.stream, prompt.ids, result.tokens, result.finish_reason, one.arrays)
                 )
-                # without its logits: they are in the bundle, and of many sequences they fill the memory
-                made.append((prompt, Generated(result.tokens, result.logits[:0].copy(), None, result.finish_reason)))
-                progress("golden", len(made), len(prompts))
+                made.append((prompt, result))
         bundle.finish(prepared.manifest)
     return GoldenSummary(
         output,
@@ -187,34 +316,3 @@ def write_golden(
         drafting.settings if drafting else None,
         rounds if drafting else None,
     )
-
-
-def _arrays(
-    options: GoldenOptions,
-    decoding: Decoding,
-    form: str,
-    prompt: Prompt,
-    result: Generated,
-    real: tuple[np.ndarray | None, np.ndarray],
-) -> tuple[dict[str, np.ndarray], float, int]:
-    """A sequence's arrays, the largest difference of exact from float64, and the number of steps that would part.
-
-    real: the prompt's logits, if they are kept, and the outputs' in float64.
-    """
-    if not options.exact:
-        arrays = logits_arrays("logits", "float64", result.logits, form)
-        if options.score:
-            arrays |= logits_arrays("prompt_logits", "float64", result.prompt_logits, form)
-        return arrays, 0.0, 0
-    of_prompt, logits = real
-    arrays = logits_arrays("logits", "exact", result.logits, form) | logits_arrays("logits", "float64", logits, form)
-    if options.score:
-        arrays |= logits_arrays("prompt_logits", "exact", result.prompt_logits, form)
-        arrays |= logits_arrays("prompt_logits", "float64", of_prompt, form)
-    drawn = len(prompt.ids) + np.arange(len(result.tokens))
-    streams = np.full(len(drawn), prompt.stream)
-    chosen = choose(logits, drawn, streams, temperature=decoding.temperature, seed=decoding.seed)
-    ties = np.flatnonzero(chosen != result.tokens).astype(np.int32)
-    if len(ties):
-        arrays["ties"] = ties
-    return arrays, float(np.abs(result.logits - logits).max()), len(ties)

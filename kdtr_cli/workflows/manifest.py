@@ -41,15 +41,15 @@ def common_manifest(
     The rotary tables' digest covers ``positions`` positions, which the manifest records, so that a run can be compared.
     """
     cos, sin = rope_table(model.config, positions, choices.rope_angles)
-    weights = model.weights
+    digests = model.weights.digests()
     return {
         "producer": {"name": "kdtr", "version": __version__},
         "contract_version": CONTRACT_VERSION,
         "model": {
             "name": model.name,
             "config_sha256": hashlib.sha256(model.config_text.encode()).hexdigest(),
-            "weights": {name: weights.stored_sha256(name) for name in weights.stored_names},
-            "weights_used_sha256": weights.used_sha256(),
+            "weights": digests.stored,
+            "weights_used_sha256": digests.used,
             "rope_table_sha256": rope_table_sha256(cos, sin),
             "rope_positions": positions,
             "embedded": embedded,

@@ -13,7 +13,6 @@ from kdtr_cli.model.presets import PRESETS
 from kdtr_cli.model.prompts import Prompt
 from kdtr_cli.model.source import open_model
 from kdtr_cli.workflows.executors import check_executor
-from kdtr_cli.workflows.golden import _BATCH as GROUP
 from kdtr_cli.workflows.golden import (
     GoldenOptions,
     PreparedGolden,
@@ -22,6 +21,7 @@ from kdtr_cli.workflows.golden import (
     prepare_golden,
     write_golden,
 )
+from kdtr_cli.workflows.golden_memory import BATCH as GROUP
 from kdtr_cli.workflows.prompts import PromptOptions
 from kdtr_cli.workflows.sweep import DEFAULT_SHARD_SIZE, SweepOptions, SweepSummary, make_sweep, publish_shard
 

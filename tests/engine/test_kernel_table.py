@@ -432,9 +432,15 @@ FAULTS = {
         "index[row]",
     ),
     "taps of all layers in one place": ("tap_rows", "tap_rows.cu", "* taps_row + column + i", "* taps_row + i"),
+    "a key that is one of the first is lost": (
+        "topk_parts",
+        "topk_parts.cu",
+        "if (rank == kept - 1) bound",
+        "if (rank == (kept - 1) / 2) bound",
+    ),
     "log-probabilities in another order": (
         "topk_final",
-        "topk.cu",
+        "topk_final.cu",
         "sum = sum + __shfl_sync(FULL_WARP, mine, i);",
         "sum = sum + __shfl_sync(FULL_WARP, mine, 31 - i);",
     ),

@@ -23,6 +23,7 @@ from kdtr_cli.reference.arith import CONTRACT_VERSION, order
 from kdtr_cli.reference.generate import generate, score
 from kdtr_cli.reference.transformer import Model
 from kdtr_cli.workflows import golden as workflow
+from kdtr_cli.workflows import golden_groups, golden_memory
 from kdtr_cli.workflows.golden import GoldenOptions, make_golden
 from kdtr_cli.workflows.prompts import PromptOptions
 from kdtr_cli.workflows.verify import verify_bundle
@@ -160,11 +161,15 @@ class TestContent:
 
     def test_progress(self, tmp_path):
         seen = []
-        make_golden(GoldenOptions("tiny", tmp_path / "g.h5", TWO, 1), lambda *what: seen.append(what))
-        assert seen == [("golden", 1, 2), ("golden", 2, 2)]
+        make_golden(GoldenOptions("tiny", tmp_path / "g.h5", TWO, 2), lambda *what: seen.append(what))
+        assert list(dict.fromkeys(what for what, _, _ in seen)) == ["digests", "prompts", "step 1 of 2", "float64"]
+        done, totals = [done for _, done, _ in seen], {total for _, _, total in seen}
+        assert done == sorted(done)
+        assert len(totals) == 1
+        assert done[-1] == pytest.approx(totals.pop(), rel=0.01)
 
     def test_groups_of_sequences_show_nowhere(self, made, tmp_path, monkeypatch):
-        monkeypatch.setattr(workflow, "_BATCH", 1)
+        monkeypatch.setattr(golden_memory, "BATCH", 1)
         make(tmp_path / "g.h5")
         assert (tmp_path / "g.h5").read_bytes() == made[0].read_bytes()
 
@@ -251,14 +256,14 @@ class TestForms:
             assert bundle.sequences[0].tokens.tolist() == full["logits/float64"].argmax(-1).tolist()
 
     def test_a_float64_choice_that_differs_is_recorded_as_a_tie(self, tmp_path, monkeypatch):
-        real = workflow.score_group
+        real = golden_groups.scored
 
-        def other(model, prompts, outputs, keep):
-            of_prompt, logits = real(model, prompts, outputs, keep)[0]
+        def other(model, prompts, outputs, state, keep):
+            of_prompt, logits = real(model, prompts, outputs, state, keep)[0]
             logits[2, (outputs[0][2] + 1) % 512] = logits.max() + 1
             return [(of_prompt, logits)]
 
-        monkeypatch.setattr(workflow, "score_group", other)
+        monkeypatch.setattr(golden_groups, "scored", other)
         summary = make(tmp_path / "g.h5", prompts=PromptOptions(ids=("1 2 3",)))
         assert summary.ties == 1
         assert self.arrays(tmp_path / "g.h5")["ties"].tolist() == [2]
@@ -341,7 +346,7 @@ class TestRefusals:
         def stop(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(workflow, "score_group", stop)
+        monkeypatch.setattr(golden_groups, "scored", stop)
         with pytest.raises(KeyboardInterrupt):
             make(path, force=True)
         assert path.read_bytes() == made[0].read_bytes()
