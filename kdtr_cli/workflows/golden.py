@@ -10,6 +10,7 @@ from kdtr_cli.bundle.schema import SequenceData
 from kdtr_cli.bundle.writer import BundleWriter, check_target
 from kdtr_cli.ddtree.rounds import DraftSettings, Round
 from kdtr_cli.errors import InputError
+from kdtr_cli.model.chat import load_chat_template
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt, check_prompts
 from kdtr_cli.model.source import Model, open_model
@@ -47,6 +48,7 @@ class GoldenOptions:
     embed_weights: bool | None = None
     force: bool = False
     drafting: DraftOptions | None = None
+    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
     model = open_model(options.model)
     config = model.config
     drafting = open_drafting(options.drafting, config) if options.drafting is not None else None
-    prompts = collect_prompts(options.prompts, config, model.folder)
+    template = load_chat_template(model.folder) if options.chat else None
+    prompts = collect_prompts(options.prompts, config, model.folder, template)
     decoding = Decoding(
         options.steps, config.eos_token_ids, options.ignore_eos, options.temperature, options.prompts.seed
     )
@@ -103,6 +106,8 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
         score=options.score,
         embedded=embedded,
     )
+    if template is not None:
+        manifest["prompts"] = {"chat_template_sha256": template.sha256}
     if drafting is not None:
         manifest["decoding"]["mode"] = drafting.settings.mode
         manifest["drafting"] = drafting_manifest(drafting.spec, drafting.settings)
