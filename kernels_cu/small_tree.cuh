@@ -65,9 +65,9 @@ __device__ __forceinline__ int grow_small(Tree tree, const double* table, int de
     Candidate right = {__shfl_down_sync(FULL_WARP, mine.score, 1), __shfl_down_sync(FULL_WARP, mine.who, 1)};
     right = select(lane == 31, {NONE, 1u << 16}, right);
     const int depth = depth_of(head.who), node = made + 1;
-    const double *here = table + (depth - 1) * RANKS + rank_at(head.who), *below = table + depth * RANKS;
+    const double *own = table + (depth - 1) * RANKS + rank_at(head.who), *below = table + depth * RANKS;
     const Candidate child = {head.score + below[0], pack(node, (u32)(depth + 1) << 16)};
-    const Candidate sibling = {(head.score - here[0]) + here[1], head.who + 1};
+    const Candidate sibling = {(head.score - own[0]) + own[1], head.who + 1};
     if (lane == 0) {
       tree.popped[node] = head.score;
       tree.node[node] = head.who;
@@ -75,19 +75,19 @@ __device__ __forceinline__ int grow_small(Tree tree, const double* table, int de
     // of two equal ones the child is first: its tuple is (..., rank, 0), the sibling's (..., rank + 1)
     const bool child_first = child.score >= sibling.score;
     const Candidate first = select(child_first, child, sibling), second = select(child_first, sibling, child);
-    // does the list's candidate here, at the left, at the right stand before the first and the second new one?
-    const bool mine_first = lane == 0 | (mine.score > child.score & mine.score > sibling.score);
-    const bool mine_second = lane == 0 | mine.score > child.score | mine.score > sibling.score;
-    const bool left_second = lane <= 1 | left.score > child.score | left.score > sibling.score;
-    const bool right_first = right.score > child.score & right.score > sibling.score;
-    const bool kept = mine_second & !mine_first;
+    // how many of the new ones stand behind the list's candidate here, at the left, at the right; the popped one is gone
+    auto behind = [&](double score) { return (int)(score > child.score) + (int)(score > sibling.score); };
+    const int here_behind = lane == 0 ? 2 : behind(mine.score), left_behind = lane <= 1 ? 2 : behind(left.score);
+    const bool right_first = behind(right.score) == 2;
     const Candidate old = mine;
-    mine = select(kept, mine, left);
-    mine = select(left_second & !mine_second, second, mine);
-    mine = select(mine_first, first, mine);
+    mine = select(here_behind == 1, mine, left);
+    mine = select(left_behind > 2 * here_behind, second, mine);  // 1 or 2 at the left, 0 here
+    mine = select(here_behind == 2, first, mine);
     mine = select(right_first, right, mine);
-    const double fallen = mine_second ? second.score : old.score;  // of lane 31
-    doubt |= mine.score == fallen & fallen != NONE;
+    // of lane 31: is what falls off as good as what stays? (Compared one by one: a selected score would become a min.)
+    const bool as_child = mine.score == child.score, as_sibling = mine.score == sibling.score;
+    const bool tied = here_behind ? (child_first ? as_sibling : as_child) : mine.score == old.score;
+    doubt |= tied & mine.score != NONE;
   }
   return __shfl_sync(FULL_WARP, (int)doubt, 31) ? -1 : made;
 }

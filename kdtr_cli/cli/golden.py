@@ -32,8 +32,10 @@ __all__ = ["golden", "show_golden", "show_plan"]
     "--prompts",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help='Prompts from a .jsonl file ({"id": …, "ids": […]} or {"id": …, "text": …} a line) or a .txt file.',
+    help='Prompts from a .jsonl file ({"id": …, "ids": […]}, {"id": …, "text": …} or {"messages": […]} a line) '
+    "or a .txt file.",
 )
+@click.option("--chat", is_flag=True, help="Put text through the folder's chat template; it becomes a user's message.")
 @click.option("--num-prompts", type=click.IntRange(min=1), help="Random prompts.")
 @click.option("--prompt-len", type=int, help="Tokens of a random prompt.  [default: 16]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For prompts and sampling.")

@@ -41,7 +41,7 @@ __all__ = ["inspect"]
     "--tokenizer",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="With --round: show tokens as text too, by the tokenizer.json of this folder.",
+    help="With --round: show tokens as text too, by the tokenizer of this folder.",
 )
 def inspect(
     bundle: Path, output_format: str, sequence_id: str | None, round_number: int | None, tokenizer: Path | None

@@ -25,6 +25,8 @@ _OPTIONAL = {
     "cuda-bindings": "compiles kernels for GPUs without CuPy",
     "nvidia-cuda-nvrtc": "compiles kernels for GPUs (CUDA 13)",
     "nvidia-cuda-nvrtc-cu12": "compiles kernels for GPUs (CUDA 12)",
+    "tiktoken": "reads Kimi's tiktoken.model",
+    "jinja2": "chat templates, --chat",
 }
 
 #: Environment variables that change what kdtr, numpy, HDF5 or CUDA do; those that begin with KDTR_ or CUPY_ are added.

@@ -11,6 +11,7 @@ from kdtr_cli.bundle.schema import SequenceData
 from kdtr_cli.bundle.writer import BundleWriter, check_target
 from kdtr_cli.ddtree.rounds import DraftSettings, Round
 from kdtr_cli.errors import InputError
+from kdtr_cli.model.chat import load_chat_template
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt, check_prompts
 from kdtr_cli.model.source import Model, open_model
@@ -53,6 +54,7 @@ class GoldenOptions:
     force: bool = False
     drafting: DraftOptions | None = None
     memory_limit: int | None = None
+    chat: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,8 @@ def open_prompts(options: GoldenOptions) -> tuple[Model, list[Prompt], int]:
     if options.drafting is not None and not options.exact:
         raise InputError("--no-exact: rounds are made in the exact arithmetic alone; leave one of the two out")
     model = open_model(options.model, cache=False)  # what is used is kept packed
-    prompts = collect_prompts(options.prompts, model.config, model.folder)
+    template = load_chat_template(model.folder) if options.chat else None
+    prompts = collect_prompts(options.prompts, model.config, model.folder, template)
     return model, prompts, check_prompts(prompts, model.config, options.steps)
 
 
@@ -240,6 +243,8 @@ def prepare_golden(options: GoldenOptions, model: Model, positions: int) -> Prep
         score=options.score,
         embedded=embedded,
     )
+    if options.chat:
+        manifest["prompts"] = {"chat_template_sha256": load_chat_template(model.folder).sha256}
     if drafting is not None:
         manifest["decoding"]["mode"] = drafting.settings.mode
         manifest["drafting"] = drafting_manifest(drafting.spec, drafting.settings)

@@ -1,9 +1,9 @@
-"""Where prompts come from: ids or text on the command line, a .jsonl or .txt file, or a seed."""
+"""Where prompts come from: ids, text or messages on the command line or in a file, or a seed."""
 
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from kdtr_cli.bundle.schema import MAX_SEQUENCES, check_id
 from kdtr_cli.errors import InputError
+from kdtr_cli.model.chat import ChatTemplate, check_messages, render_chats
 from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.prompts import Prompt, check_prompts
 from kdtr_cli.model.tokenizer import load_tokenizer
@@ -36,11 +37,11 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class _Found:
-    """A prompt as it was given: where (for messages), its id if it has one, text or token ids."""
+    """A prompt as it was given: where (for errors), its id if it has one, text, chat messages or token ids."""
 
     where: str
     name: str | None
-    what: str | np.ndarray
+    what: str | list[dict[str, Any]] | np.ndarray
 
 
 def random_prompt(index: int, length: int, vocab_size: int, seed: int) -> np.ndarray:
@@ -49,10 +50,13 @@ def random_prompt(index: int, length: int, vocab_size: int, seed: int) -> np.nda
     return (words * np.uint64(vocab_size) >> np.uint64(32)).astype(np.int32)
 
 
-def collect_prompts(options: PromptOptions, config: ModelConfig, folder: Path | None) -> list[Prompt]:
+def collect_prompts(
+    options: PromptOptions, config: ModelConfig, folder: Path | None, template: ChatTemplate | None = None
+) -> list[Prompt]:
     """All prompts in order; ids default to the index, streams are the index. InputError says which one is wrong.
 
-    Text needs the tokenizer of the model's folder. Without any option there is one random prompt of 16 ids.
+    Text needs the tokenizer of the model's folder; with a template it becomes one message of a user, and no prompt may
+    be token ids. Without any option there is one random prompt of 16 ids.
     """
     found = [_Found(f"--prompt-ids {_shortened(text)}", None, _parse_ids(text)) for text in options.ids]
     found += [_Found(f"--prompt-text {_shortened(text)}", None, text) for text in options.texts]
@@ -62,6 +66,7 @@ def collect_prompts(options: PromptOptions, config: ModelConfig, folder: Path | 
         raise InputError("--prompt-len needs --num-prompts")
     if options.count is not None or not found:
         found += _random(options, config)
+    found = _rendered(found, template)
     tokenizer = load_tokenizer(folder) if any(isinstance(f.what, str) for f in found) else None
     prompts = []
     for index, f in enumerate(found):
@@ -70,7 +75,9 @@ def collect_prompts(options: PromptOptions, config: ModelConfig, folder: Path | 
             check_id(name)
             if isinstance(f.what, str):
                 f.what.encode()
-            ids = np.array(tokenizer.encode(f.what), np.int32) if isinstance(f.what, str) else f.what
+                ids = np.array(tokenizer.encode(f.what, rendered=template is not None), np.int32)
+            else:
+                ids = f.what
             prompts.append(Prompt(name, ids, index))
             check_prompts(prompts[-1:], config, 1)
         except InputError as error:
@@ -78,6 +85,23 @@ def collect_prompts(options: PromptOptions, config: ModelConfig, folder: Path | 
         except UnicodeEncodeError:
             raise InputError(f"{f.where}: half a surrogate pair, which no UTF-8 text holds") from None
     return prompts
+
+
+def _rendered(found: list[_Found], template: ChatTemplate | None) -> list[_Found]:
+    """The prompts as text or token ids: what a chat template makes of them, or as they are without one."""
+    if template is None:
+        wrong = next((f for f in found if isinstance(f.what, list)), None)
+        if wrong is not None:
+            raise InputError(f"{wrong.where}: messages need --chat")
+        return found
+    wrong = next((f for f in found if isinstance(f.what, np.ndarray)), None)
+    if wrong is not None:
+        raise InputError(f"{wrong.where}: --chat takes text or messages (--prompt-text, --prompts), not token ids")
+    chats = [[{"role": "user", "content": f.what}] if isinstance(f.what, str) else f.what for f in found]
+    texts, problem = render_chats(template, chats)
+    if problem is not None:
+        raise InputError(f"{found[len(texts)].where}: {problem}")
+    return [replace(f, what=text) for f, text in zip(found, texts, strict=True)]
 
 
 def _random(options: PromptOptions, config: ModelConfig) -> Iterator[_Found]:
@@ -144,8 +168,9 @@ def _parse_line(line: str, where: str) -> _Found:
         raise InputError(f"{where}: the key {error.args[0]!r} stands twice") from None
     except (ValueError, RecursionError):
         raise InputError(f"{where}: not JSON") from None
-    if not isinstance(entry, dict) or ("ids" in entry) == ("text" in entry) or set(entry) - {"id", "ids", "text"}:
-        raise InputError(f'{where}: must be {{"id": …, "ids": […]}} or {{"id": …, "text": …}}')
+    kinds = {"ids", "text", "messages"}
+    if not isinstance(entry, dict) or len(kinds & set(entry)) != 1 or set(entry) - kinds - {"id"}:
+        raise InputError(f'{where}: must be {{"id": …, "ids": […]}}, {{"id": …, "text": …}} or {{"messages": […]}}')
     name = entry.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise InputError(f"{where}: id must be text or a whole number")
@@ -154,6 +179,11 @@ def _parse_line(line: str, where: str) -> _Found:
         if not isinstance(entry["text"], str):
             raise InputError(f"{where}: text must be a string")
         return _Found(where, name, entry["text"])
+    if "messages" in entry:
+        try:
+            return _Found(where, name, check_messages(entry["messages"]))
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
     ids = entry["ids"]
     if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise InputError(f"{where}: ids must be a list of whole numbers")

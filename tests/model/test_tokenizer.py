@@ -53,7 +53,7 @@ def test_post_processor_of_the_file_is_obeyed_but_not_its_truncation(tmp_path: P
 
 
 def test_missing_or_broken_tokenizer_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no tokenizer\.json; give token ids"):
+    with pytest.raises(InputError, match=r"no tokenizer\.json and no tiktoken\.model; give token ids"):
         load_tokenizer(tmp_path)
     with pytest.raises(InputError, match="preset has no tokenizer"):
         load_tokenizer(None)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtr_cli.errors import InputError
+from kdtr_cli.model.chat import ChatTemplate
 from kdtr_cli.model.config import parse_config
 from kdtr_cli.model.presets import PRESETS
 from kdtr_cli.model.prompts import Decoding, Prompt, check_prompts
@@ -116,12 +117,101 @@ class TestText:
         with pytest.raises(InputError, match="a preset has no tokenizer"):
             collect(texts=("hello",))
 
+    def test_text_that_becomes_no_token(self, tmp_path):
+        spec = json.loads((KIMI_FOLDER / "tokenizer.json").read_text())
+        spec["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+        with pytest.raises(InputError, match=r"^--prompt-text '  ': prompt '0' is empty"):
+            collect(KIMI, tmp_path, texts=("  ",))
+
     def test_empty_and_broken_text(self):
         with pytest.raises(InputError, match=r"^--prompt-text '': prompt '0' is empty"):
             collect(KIMI, KIMI_FOLDER, texts=("",))
         # what a shell passes for a byte that is no UTF-8
         with pytest.raises(InputError, match=r"^--prompt-text .*: half a surrogate pair"):
             collect(KIMI, KIMI_FOLDER, texts=("a\udcff",))
+
+
+class TestChat:
+    TEMPLATE = ChatTemplate(
+        "t.jinja",
+        "{{ bos_token }}{% for m in messages %}"
+        "{% if m.role == 'cook' %}{{ raise_exception('no ' ~ m.role) }}{% endif %}"
+        "[reserved_3]{{ m.role }}[reserved_4]{{ m.content }}[EOS]{% endfor %}"
+        "{% if add_generation_prompt %}[reserved_3]assistant{% endif %}",
+        {"bos_token": "[BOS]"},
+    )
+
+    def chat(self, folder=KIMI_FOLDER, **options) -> list[Prompt]:
+        return collect_prompts(PromptOptions(**options), KIMI, folder, self.TEMPLATE)
+
+    def test_text_is_one_message_of_a_user(self):
+        encode = load_tokenizer(KIMI_FOLDER).encode
+        head, tail = [1000, 1003, *encode("user"), 1004], [1002, 1003, *encode("assistant")]
+        assert shown(self.chat(texts=("Once [EOS]", ""))) == [
+            ("0", [*head, *encode("Once "), 1002, *tail], 0),
+            ("1", head + tail, 1),
+        ]
+
+    def test_messages_of_a_file(self, tmp_path):
+        lines = [
+            {"id": "a", "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "Once"}]},
+            {"text": "Once"},
+        ]
+        (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        prompts = self.chat(file=tmp_path / "p.jsonl")
+        decode = load_tokenizer(KIMI_FOLDER).decode
+        once = "[reserved_3]user[reserved_4]Once[EOS][reserved_3]assistant"
+        assert [(p.id, decode(p.ids.tolist())) for p in prompts] == [
+            ("a", f"[BOS][reserved_3]system[reserved_4]s[EOS]{once}"),
+            ("1", f"[BOS]{once}"),
+        ]
+
+    def test_the_post_processor_adds_nothing_to_a_template_s_text(self, tmp_path):
+        spec = json.loads((KIMI_FOLDER / "tokenizer.json").read_text())
+        spec["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "[BOS]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"[BOS]": {"id": "[BOS]", "ids": [1000], "tokens": ["[BOS]"]}},
+        }
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+        assert collect(KIMI, tmp_path, texts=("x",))[0].ids.tolist()[0] == 1000
+        (prompt,) = self.chat(tmp_path, texts=("x",))
+        assert prompt.ids.tolist().count(1000) == 1
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ('{"ids": [1]}', r"--chat takes text or messages \(--prompt-text, --prompts\), not token ids"),
+            ('{"messages": []}', "at least one message"),
+            ('{"messages": [{"role": "user"}]}', "message 0 has no content"),
+            ('{"messages": [{"role": "user", "content": "x", "content": "y"}]}', "the key 'content' stands twice"),
+            ('{"messages": [{"role": "user", "content": "x"}], "text": "x"}', r"must be \{"),
+            ('{"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}', "content as one text"),
+            ('{"messages": [{"role": "cook", "content": "x"}]}', r"the chat template \(t\.jinja\) refuses .*: no cook"),
+            ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a surrogate pair"),
+            ('{"text": "%s"}' % ("x " * 3000), r"prompt '1': \d+ tokens and 1 steps need"),
+        ],
+    )
+    def test_every_bad_line_names_file_and_line(self, tmp_path, line, words):
+        path = tmp_path / "p.jsonl"
+        path.write_text('{"text": "x"}\n' + line + "\n")
+        with pytest.raises(InputError, match=words) as caught:
+            self.chat(file=path)
+        assert str(caught.value).startswith(f"--prompts {path} line 2: ")
+        assert "\n" not in str(caught.value)
+
+    def test_token_ids_and_random_prompts_are_no_chats(self):
+        for options in ({"ids": ("1 2",), "texts": ("x",)}, {"count": 2}, {}):
+            with pytest.raises(InputError, match=r"--chat takes text or messages .*, not token ids"):
+                self.chat(**options)
+
+    def test_messages_without_the_option(self, tmp_path):
+        path = tmp_path / "p.jsonl"
+        path.write_text('{"ids": [1]}\n{"messages": [{"role": "user", "content": "x"}]}\n')
+        with pytest.raises(InputError, match=r"p\.jsonl line 2: messages need --chat"):
+            collect(KIMI, KIMI_FOLDER, file=path)
 
 
 class TestFiles:
