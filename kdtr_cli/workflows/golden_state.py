@@ -2,7 +2,7 @@
 
 OUTPUT.partial/ is a folder of files that each appear whole or not at all: ``job.json`` (what the work belongs to),
 ``digests.json``, ``group-N.npz`` of every finished group, and ``state.npz`` of the one under way. It is removed when
-the bundle stands. One process at a time holds it (a lock on job.json).
+the bundle stands. One process at a time holds it (a lock on the file ``lock``).
 """
 
 import contextlib
@@ -46,7 +46,15 @@ class SavedWork:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self.close()
             raise InputError(f"{self.folder}: another kdtr is at work on this golden") from None
+        try:
+            self._check_job()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_job(self) -> None:
         known = self._read_json("job.json")
         if known is None:
             self._write("job.json", lambda path: path.write_text(json.dumps(self._job)))
@@ -108,7 +116,10 @@ class SavedWork:
     def _read_json(self, name: str) -> Any:
         path = self.folder / name
         try:
-            return json.loads(path.read_text()) if path.exists() else None
+            found = json.loads(path.read_text()) if path.exists() else None
+            if not isinstance(found, dict | None):
+                raise ValueError
+            return found
         except (OSError, ValueError):
             raise InputError(f"{path}: cannot be read; --force starts anew") from None
 
@@ -117,8 +128,8 @@ class SavedWork:
         if not path.exists():
             return None
         try:
-            with np.load(path, allow_pickle=False) as file:
-                return dict(file)
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+                return dict(arrays)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             raise InputError(f"{path}: cannot be read; --force starts anew") from None
 

@@ -1,0 +1,155 @@
+"""A golden in bounded memory that was stopped goes on where it was, and ends in the same bytes."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kdtr_cli.errors import InputError
+from kdtr_cli.workflows import golden as workflow
+from kdtr_cli.workflows import golden_memory, golden_state
+from kdtr_cli.workflows.golden import GoldenOptions, make_golden
+from kdtr_cli.workflows.golden_state import SavedWork
+from kdtr_cli.workflows.prompts import PromptOptions
+
+PROMPTS = PromptOptions(ids=("1 2 3", "7 8", "5 6 7 8 9 10", "4"))
+GIGABYTE = 10**9
+
+
+class Stop(Exception):
+    pass
+
+
+def at_every_step(patch) -> None:
+    """Every state is saved, two sequences a group."""
+    patch(golden_state, "_LEAST_SECONDS", 0.0)
+    patch(golden_state, "_SHARE", 0)
+    real = golden_memory.make_budget
+
+    def two(*args, **options):
+        budget, prompts = real(*args, **options), args[2]
+        return golden_memory.Budget([prompts[:2], prompts[2:]], budget.weights_limit, budget.working)
+
+    patch(workflow, "make_budget", two)
+
+
+@pytest.fixture(autouse=True)
+def _saved_often(monkeypatch):
+    at_every_step(monkeypatch.setattr)
+
+
+def options(path: Path, **more) -> GoldenOptions:
+    return GoldenOptions("tiny", path, PROMPTS, 3, memory_limit=GIGABYTE, score=True, **more)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "g.h5"
+    make_golden(GoldenOptions("tiny", path, PROMPTS, 3, score=True))
+    return path.read_bytes()
+
+
+@pytest.mark.quick
+class TestGoingOn:
+    def stopped(self, path: Path, after: int) -> list[str]:
+        """Run until ``after`` steps of progress are told; what was told."""
+        told = []
+
+        def tell(what, done, total):
+            told.append(what)
+            if len(told) == after:
+                raise Stop
+
+        with pytest.raises(Stop):
+            make_golden(options(path), tell)
+        assert not path.exists()
+        return told
+
+    def test_an_undisturbed_one_is_the_golden_without_a_limit(self, tmp_path, whole):
+        make_golden(options(tmp_path / "g.h5"))
+        assert (tmp_path / "g.h5").read_bytes() == whole
+        assert [p.name for p in tmp_path.iterdir()] == ["g.h5"]
+
+    def test_wherever_it_stops_the_bytes_are_the_same(self, tmp_path, whole):
+        steps = []
+        make_golden(options(tmp_path / "count.h5"), lambda what, done, total: steps.append(what))
+        digests = steps.count("digests")
+        assert len(steps) - digests > 20
+        for after in range(digests, len(steps), 3):
+            path = tmp_path / f"{after}.h5"
+            self.stopped(path, after)
+            told = []
+            summary = make_golden(options(path), lambda what, done, total, told=told: told.append(what))
+            assert path.read_bytes() == whole
+            assert [len(r.tokens) for _, r in summary.sequences] == [3] * 4
+            assert told[0].startswith("going on from")
+            # no more than the layer under way is done twice
+            again = [what for what in told if what != "digests" and not what.startswith("going on")]
+            assert len(again) <= len(steps) - after + 1
+
+    def test_a_summary_of_saved_groups_is_the_same(self, tmp_path):
+        steps = []
+        plain = make_golden(options(tmp_path / "a.h5"), lambda what, done, total: steps.append(what))
+        self.stopped(tmp_path / "b.h5", len(steps) - 2)  # in the second group
+        again = make_golden(options(tmp_path / "b.h5"))
+        assert (again.max_difference, again.ties) == (plain.max_difference, plain.ties)
+
+    def test_a_killed_process_loses_little(self, tmp_path, whole):
+        path = tmp_path / "g.h5"
+        code = (
+            "import sys; from pathlib import Path; from tests.workflows.test_golden_state import *\n"
+            "at_every_step(setattr); make_golden(options(Path(sys.argv[1])))"
+        )
+        child = subprocess.Popen([sys.executable, "-c", code, str(path)], cwd=Path(__file__).parents[2])
+        partial = path.with_name("g.h5.partial")
+        end = time.monotonic() + 60
+        while not (partial / "state.npz").exists() and child.poll() is None and time.monotonic() < end:
+            time.sleep(0.005)
+        child.kill()
+        child.wait()
+        assert not path.exists()
+        told = []
+        make_golden(options(path), lambda what, done, total: told.append(what))
+        assert told[0].startswith("going on from")
+        assert path.read_bytes() == whole
+        assert [p.name for p in tmp_path.iterdir()] == ["g.h5"]
+
+
+@pytest.mark.quick
+class TestRefusals:
+    def test_another_golden_s_work_is_not_taken(self, tmp_path):
+        TestGoingOn().stopped(tmp_path / "g.h5", 220)
+        other = GoldenOptions("tiny", tmp_path / "g.h5", PROMPTS, 4, memory_limit=GIGABYTE)
+        with pytest.raises(InputError, match=r"work of another golden \(its logits, steps differ\); give the"):
+            make_golden(other)
+        assert (tmp_path / "g.h5.partial").is_dir()
+
+    def test_force_starts_anew(self, tmp_path, whole):
+        TestGoingOn().stopped(tmp_path / "g.h5", 220)
+        told = []
+        make_golden(options(tmp_path / "g.h5", force=True), lambda what, done, total: told.append(what))
+        assert not told[0].startswith("going on")
+        assert (tmp_path / "g.h5").read_bytes() == whole
+
+    def test_two_at_once(self, tmp_path):
+        held = SavedWork(tmp_path / "g.h5", {"a": 1}, False)
+        with pytest.raises(InputError, match="another kdtr is at work"):
+            SavedWork(tmp_path / "g.h5", {"a": 1}, False)
+        held.close()
+        SavedWork(tmp_path / "g.h5", {"a": 1}, False).remove()
+        assert not any(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("name", ["state.npz", "group-000000.npz", "digests.json", "job.json"])
+    def test_a_damaged_file_is_said_in_one_line(self, tmp_path, name):
+        TestGoingOn().stopped(tmp_path / "g.h5", 232)
+        damaged = tmp_path / "g.h5.partial" / name
+        damaged.write_bytes(b"PK\x03\x04 no")
+        with pytest.raises(InputError, match=rf"{name}: cannot be read; --force starts anew"):
+            make_golden(options(tmp_path / "g.h5"))
+
+    def test_a_folder_that_cannot_be_made(self, tmp_path):
+        (tmp_path / "g.h5.partial").write_text("in the way")
+        with pytest.raises(InputError, match=r"g\.h5\.partial: cannot be written"):
+            make_golden(options(tmp_path / "g.h5"))
