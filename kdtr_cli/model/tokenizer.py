@@ -1,12 +1,23 @@
 """Text to token ids and back, by the tokenizer.json of a model folder (the Hugging Face tokenizers library)."""
 
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import tokenizers
 
 from kdtr_cli.errors import InputError
+from kdtr_cli.model.fields import parse_json, read_text
 
 __all__ = ["Tokenizer", "load_tokenizer"]
+
+_LIMIT = 256 << 20  # bytes; the largest published ones have some 30 MB
+_ITEMS = 5_000_000  # JSON values; a vocabulary of 256,000 has some 1,500,000
+_MAX_GROWTH = 1000  # of a text by replacements; the published ones replace a character by one
+T = TypeVar("T")
 
 
 class Tokenizer:
@@ -14,11 +25,11 @@ class Tokenizer:
 
     ``encode`` adds special tokens only where the file's own post-processor does (Kimi's and DeepSeek's differ in this);
     no chat template is applied. Special tokens written in the text are recognised. ``decode`` keeps special tokens and
-    shows bytes that are no UTF-8 as U+FFFD.
+    shows bytes that are no UTF-8 as U+FFFD. InputError where the file makes the library fail on the way.
     """
 
-    def __init__(self, inner: tokenizers.Tokenizer) -> None:
-        self._inner = inner
+    def __init__(self, inner: tokenizers.Tokenizer, path: Path) -> None:
+        self._inner, self._path = inner, path
 
     @property
     def vocab_size(self) -> int:
@@ -27,11 +38,14 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; empty for an empty text without a post-processor."""
-        return list(self._inner.encode(text).ids)
+        return list(_tried(lambda: self._inner.encode(text).ids, f"{self._path}: cannot encode text"))
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids; an id that the tokenizer does not know gives nothing."""
-        return self._inner.decode([int(i) for i in ids], skip_special_tokens=False)
+        plain = [int(i) for i in ids]
+        return _tried(
+            lambda: self._inner.decode(plain, skip_special_tokens=False), f"{self._path}: cannot decode tokens"
+        )
 
 
 def load_tokenizer(folder: Path | str | None) -> Tokenizer:
@@ -39,18 +53,57 @@ def load_tokenizer(folder: Path | str | None) -> Tokenizer:
     if folder is None:
         raise InputError("a preset has no tokenizer: give token ids instead of text")
     path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise InputError(f"{folder}: no tokenizer.json; give token ids instead of text")
-    try:
-        inner = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise InputError(f"{path}: not a tokenizer that the tokenizers library reads ({_one_line(error)})") from None
+    text = read_text(path, _LIMIT)
+    spec = parse_json(text, f"{path}: not a tokenizer", _ITEMS)
+    if any(_growth(spec.get(name)) > _MAX_GROWTH for name in ("normalizer", "pre_tokenizer", "decoder")):
+        raise InputError(f"{path}: its Replace steps make a text more than {_MAX_GROWTH} times as long")
+    inner = _tried(
+        lambda: tokenizers.Tokenizer.from_str(text), f"{path}: not a tokenizer that the tokenizers library reads"
+    )
     # a file may carry settings for batches of training examples; a prompt is never cut or filled up
     inner.no_truncation()
     inner.no_padding()
-    return Tokenizer(inner)
+    return Tokenizer(inner, path)
 
 
-def _one_line(error: Exception) -> str:
+def _growth(step: Any) -> int:
+    """How many characters one character may become by the Replace steps in a normalizer, pre-tokenizer or decoder."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1
+    content = step.get("content")
+    own = len(content) if step.get("type") == "Replace" and isinstance(content, str) else 1
+    return max(1, own) * math.prod(map(_growth, step.values()))
+
+
+def _tried(call: Callable[[], T], what: str) -> T:
+    """The result of a call into the library, which raises plain Exception, and PanicException where it did not expect
+    what it reads; that one is no Exception, and has no name in Python."""
+    try:
+        with _silent():
+            return call()
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InputError(f"{what} ({_one_line(error)})") from None
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Standard error leads nowhere: a panic writes lines of its own there before it becomes an exception."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 120 else text[:117] + "..."

@@ -13,6 +13,7 @@ from kdtr_cli.bundle.schema import MAX_SEQUENCES, check_id
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.prompts import Prompt, check_prompts
+from kdtr_cli.model.rope import MAX_POSITIONS
 from kdtr_cli.model.tokenizer import load_tokenizer
 from kdtr_cli.reference.sampling import PURPOSE_PROMPT, uniform_words
 
@@ -70,7 +71,7 @@ def collect_prompts(options: PromptOptions, config: ModelConfig, folder: Path | 
             check_id(name)
             if isinstance(f.what, str):
                 f.what.encode()
-            ids = np.array(tokenizer.encode(f.what), np.int32) if isinstance(f.what, str) else f.what
+            ids = _ids(tokenizer.encode(f.what), "tokenizer.json") if isinstance(f.what, str) else f.what
             prompts.append(Prompt(name, ids, index))
             check_prompts(prompts[-1:], config, 1)
         except InputError as error:
@@ -85,8 +86,8 @@ def _random(options: PromptOptions, config: ModelConfig) -> Iterator[_Found]:
     length = _DEFAULT_LENGTH if options.length is None else options.length
     if not 1 <= count <= MAX_SEQUENCES:
         raise InputError(f"--num-prompts {count}: 1 to {MAX_SEQUENCES}")
-    if not 1 <= length <= config.max_position_embeddings:
-        limit = config.max_position_embeddings
+    limit = min(config.max_position_embeddings, MAX_POSITIONS)
+    if not 1 <= length <= limit:
         raise InputError(f"--prompt-len {length}: 1 to {limit}, the positions of this model (max_position_embeddings)")
     for i in range(count):
         yield _Found(f"random prompt {i}", None, random_prompt(i, length, config.vocab_size, options.seed))
