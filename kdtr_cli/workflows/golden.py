@@ -13,7 +13,7 @@ from kdtr_cli.errors import InputError
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt, check_prompts
 from kdtr_cli.model.source import Model, open_model
-from kdtr_cli.reference import exact, float64
+from kdtr_cli.reference import exact, float32, float64
 from kdtr_cli.reference.generate import generate, score
 from kdtr_cli.reference.sampling import choose
 from kdtr_cli.reference.transformer import Model as NumpyModel
@@ -25,6 +25,7 @@ from kdtr_cli.workflows.prompts import PromptOptions, collect_prompts
 __all__ = ["EMBED_LIMIT", "GoldenOptions", "GoldenSummary", "make_golden"]
 
 EMBED_LIMIT = 64 * 10**6  #: stored bytes below which the weights are embedded unless told otherwise
+_SINGLE = {"float64": float64, "float32": float32}
 _BATCH = 32  # sequences decoded together: bounds memory, changes no bit
 
 Progress = Callable[[str, int, int], None]
@@ -32,7 +33,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class GoldenOptions:
-    """The options of ``kdtr golden``."""
+    """The options of ``kdtr golden``. Without ``exact`` there is one arithmetic, ``single``: float64 or float32."""
 
     model: str
     output: Path
@@ -41,6 +42,7 @@ class GoldenOptions:
     ignore_eos: bool = False
     temperature: float = 0.0
     exact: bool = True
+    single: str = "float64"
     logits: str = "full"
     score: bool = False
     choices: Choices = field(default_factory=Choices)
@@ -73,7 +75,8 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
     """
     check_target(options.output, options.force)
     if options.drafting is not None and not options.exact:
-        raise InputError("--no-exact: rounds are made in the exact arithmetic alone; leave one of the two out")
+        what = "--no-exact" if options.single == "float64" else f"--arith {options.single}"
+        raise InputError(f"{what}: rounds are made in the exact arithmetic alone; leave one of the two out")
     model = open_model(options.model)
     config = model.config
     drafting = open_drafting(options.drafting, config) if options.drafting is not None else None
@@ -87,7 +90,8 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
     embedded = options.embed_weights
     if embedded is None:
         embedded = sum(model.weights.stored_nbytes(name) for name in model.weights.stored_names) < EMBED_LIMIT
-    truth = NumpyModel(config, model.weights, options.choices, positions, float64)
+    ops = float64 if options.exact else _SINGLE[options.single]
+    truth = NumpyModel(config, model.weights, options.choices, positions, ops)
     reference = truth
     if options.exact:
         reach = min(positions + drafting.settings.horizon, config.max_position_embeddings) if drafting else positions
@@ -98,7 +102,7 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
         decoding,
         positions=positions,
         teacher_forced=False,
-        arithmetic=["exact", "float64"] if options.exact else ["float64"],
+        arithmetic=["exact", "float64"] if options.exact else [options.single],
         logits=form,
         score=options.score,
         embedded=embedded,
@@ -148,9 +152,9 @@ def _arrays(
 ) -> tuple[dict[str, np.ndarray], float, int]:
     """A sequence's arrays, the largest difference of exact from float64, and the number of steps that would part."""
     if not options.exact:
-        arrays = logits_arrays("logits", "float64", result.logits, form)
+        arrays = logits_arrays("logits", options.single, result.logits, form)
         if options.score:
-            arrays |= logits_arrays("prompt_logits", "float64", result.prompt_logits, form)
+            arrays |= logits_arrays("prompt_logits", options.single, result.prompt_logits, form)
         return arrays, 0.0, 0
     count = len(prompt.ids)
     along = score(truth, prompt, result.tokens)
