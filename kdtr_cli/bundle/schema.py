@@ -50,7 +50,7 @@ TEXT_DTYPE = "utf8"
 
 #: The arithmetics whose logits a bundle of each kind may hold, and the dtype that holds them.
 ARITHMETICS: Mapping[str, Mapping[str, str]] = {
-    "golden": {"bf16": "float32", "exact": "float32", "float64": "float64"},
+    "golden": {"bf16": "float32", "exact": "float32", "float32": "float32", "float64": "float64"},
     "run": {"engine": "float32"},
 }
 

@@ -22,6 +22,8 @@ from kdtr_cli.workflows.sweep_golden import make_golden_sweep
 
 __all__ = ["golden", "show_golden", "show_plan"]
 
+_BOTH = "exact,float64"
+
 
 @click.command("golden")
 @click.argument("model", default="tiny", metavar="[MODEL]")
@@ -42,7 +44,12 @@ __all__ = ["golden", "show_golden", "show_plan"]
 @click.option("--steps", type=int, default=24, show_default=True, help="Tokens to decode.")
 @click.option("--ignore-eos", is_flag=True, help="Decode on after a stop id.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
-@click.option("--no-exact", is_flag=True, help="float64 alone: IDENTICAL can't be had then.")
+@click.option(
+    "--arith",
+    type=click.Choice((_BOTH, "float64", "float32")),
+    help=f"float32: by BLAS, fast. IDENTICAL needs exact.  [default: {_BOTH}]",
+)
+@click.option("--no-exact", is_flag=True, help="The same as --arith float64.")
 @click.option("--logits", default="full", show_default=True, metavar="full|top:K|digest", help="What to keep of a row.")
 @click.option("--score", is_flag=True, help="Keep the logits of the prompt too.")
 @click.option(
@@ -81,6 +88,7 @@ def golden(
     num_prompts: int | None,
     prompt_len: int | None,
     seed: int,
+    arith: str | None,
     no_exact: bool,
     latent_norm_eps: str,
     rope_angles: str,
@@ -101,11 +109,15 @@ def golden(
     MODEL is a preset (tiny, tiny-groups, tiny-v2, odd) or a Hugging Face folder; without a prompt option there is one
     prompt of 16 ids from the seed.
     """
+    if no_exact and arith not in (None, "float64"):
+        raise InputError(f"--no-exact is --arith float64, and --arith {arith} was given; leave one of the two out")
+    arithmetic = "float64" if no_exact else arith or _BOTH
     asked = GoldenOptions(
         model=model,
         output=Path(output),
         prompts=PromptOptions(prompt_ids, prompt_text, prompts, num_prompts, prompt_len, seed),
-        exact=not no_exact,
+        exact=arithmetic == _BOTH,
+        single="float32" if arithmetic == "float32" else "float64",
         choices=Choices(latent_norm_eps, rope_angles),
         drafting=_drafting(ddtree, chain, drafter, budget, block_size),
         memory_limit=None if memory_limit is None else parse_size(memory_limit),

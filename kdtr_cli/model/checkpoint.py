@@ -6,6 +6,7 @@ prediction, the vision half of Kimi-K2.5) is said in ``notes``. Pickled checkpoi
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,16 +15,17 @@ import numpy as np
 
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import ModelConfig, load_config
-from kdtr_cli.model.fields import Fields, read_json, shown
-from kdtr_cli.model.safetensors_file import DTYPES, Region, SafetensorsFile
-from kdtr_cli.model.tensors import StoredTensor, expected_tensors, stored_tensors
+from kdtr_cli.model.fields import Fields, named, read_json, shown
+from kdtr_cli.model.safetensors_file import DTYPES, MAX_ITEMS, Region, SafetensorsFile, is_name
+from kdtr_cli.model.tensors import StoredTensor, each_stored, expected_tensors
 
 __all__ = ["Checkpoint", "expected_tensors", "open_checkpoint", "to_float32"]
 
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_FUSED = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_FUSED = re.compile(r"(model\.layers\.[0-9]+\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_LAYER = re.compile(r"model\.layers\.([0-9]+)\.")
+_EXTRA_LAYERS = 8  # beyond num_hidden_layers, that get a note each
 _VISION = ("vision_tower.", "mm_projector.", "multi_modal_projector.")
 
 Found = dict[str, tuple[SafetensorsFile, Region]]
@@ -119,7 +121,7 @@ def open_checkpoint(folder: Path | str, config: ModelConfig | None = None) -> Ch
 def _open_files(folder: Path, notes: list[str]) -> list[SafetensorsFile]:
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     index = folder / INDEX
-    if not index.is_file():
+    if not os.path.lexists(index):
         if present:
             return [SafetensorsFile(folder / name) for name in present]
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
@@ -128,14 +130,14 @@ def _open_files(folder: Path, notes: list[str]) -> list[SafetensorsFile]:
                 f"{folder}: only pickled weights ({pickled[0]}), which kdtr never opens; convert to safetensors"
             )
         raise InputError(f"{folder}: no *.safetensors file; kdtr reads a Hugging Face folder of safetensors")
-    fields = Fields(read_json(index, limit=256 << 20)[0], index)
+    fields = Fields(read_json(index, limit=256 << 20, items=MAX_ITEMS)[0], index)
     mapping = fields.table("weight_map") or {}
     if not mapping:
         raise InputError(f"{index}: weight_map is missing or empty")
     for name, shard in mapping.items():
-        if not name.isprintable():
+        if not is_name(name):
             raise InputError(f"{index}: {shown(name)} is no name for a tensor")
-        if type(shard) is not str or not shard.endswith(".safetensors") or Path(shard).name != shard or "\\" in shard:
+        if not _is_shard(shard):
             raise InputError(
                 f"{index}: tensor {name} is said to be in {shown(shard)}; needed: a *.safetensors file beside it"
             )
@@ -146,7 +148,8 @@ def _open_files(folder: Path, notes: list[str]) -> list[SafetensorsFile]:
     if "model.safetensors" in ignored:
         raise InputError(f"{folder}: holds model.safetensors and an index of other files; remove one of them")
     if ignored:
-        notes.append(f"not read, because the index does not name it: {', '.join(ignored)}")
+        more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+        notes.append(f"not read, because the index does not name it: {', '.join(map(named, ignored[:3]))}{more}")
     files = [SafetensorsFile(folder / name) for name in shards]
     for file in files:
         for name in file.regions:
@@ -157,6 +160,12 @@ def _open_files(folder: Path, notes: list[str]) -> list[SafetensorsFile]:
         if name not in held[shard]:
             raise InputError(f"{index}: says that tensor {name} is in {shard}, which does not hold it")
     return files
+
+
+def _is_shard(shard: object) -> bool:
+    """A file in the folder itself: no path leads out of it by an index."""
+    name = isinstance(shard, str) and is_name(shard) and Path(shard).name == shard
+    return name and shard.endswith(".safetensors") and "\\" not in shard
 
 
 def _named(raw: Found, config: ModelConfig, folder: Path, notes: list[str]) -> Found:
@@ -189,7 +198,9 @@ def _reason_to_skip(full: str, config: ModelConfig) -> str | None:
     name = full.removeprefix(config.tensor_prefix)
     layer = _LAYER.match(name)
     if layer and int(layer[1]) >= config.num_hidden_layers:
-        return f"layer {layer[1]}, beyond num_hidden_layers (multi-token prediction)"
+        near = int(layer[1]) < config.num_hidden_layers + _EXTRA_LAYERS
+        which = f"layer {int(layer[1])}" if near else "layers further up"
+        return f"{which}, beyond num_hidden_layers (multi-token prediction)"
     if name.endswith(".rotary_emb.inv_freq"):
         return "rotary frequencies, which kdtr computes itself"
     return None
@@ -202,7 +213,9 @@ def _cut(
     count, hidden, width = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     shape = (count, 2 * width, hidden) if kind == "gate_up_proj" else (count, hidden, width)
     if region.shape != shape:
-        raise InputError(f"{file.path}: tensor {name} has shape {list(region.shape)}; the config needs {list(shape)}")
+        raise InputError(
+            f"{file.path}: tensor {name} has shape {shown(list(region.shape))}; the config needs {list(shape)}"
+        )
     projections = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
     part = (width, hidden) if kind == "gate_up_proj" else (hidden, width)
     length = region.length // (count * len(projections))
@@ -216,14 +229,16 @@ def _cut(
 
 
 def _check(found: Found, config: ModelConfig, folder: Path) -> None:
-    expected = {part: tensor for parts in stored_tensors(config).values() for part, tensor in parts.items()}
-    for name, tensor in expected.items():
+    expected: set[str] = set()
+    # not listed first: a config that calls for millions of tensors ends at the first that the files do not hold
+    for name, tensor in ((part, tensor) for _, parts in each_stored(config) for part, tensor in parts.items()):
+        expected.add(name)
         if name not in found:
             raise InputError(f"{folder}: tensor {config.tensor_prefix}{name} is missing{_instead(name, found)}")
         file, region = found[name]
         where = f"{file.path}: tensor {config.tensor_prefix}{name}"
         if region.shape != tensor.shape:
-            raise InputError(f"{where} has shape {list(region.shape)}; the config needs {list(tensor.shape)}")
+            raise InputError(f"{where} has shape {shown(list(region.shape))}; the config needs {list(tensor.shape)}")
         if region.dtype not in tensor.dtypes:
             raise InputError(f"{where} has dtype {region.dtype}; kdtr takes {_dtypes(tensor)}")
     tied = found.pop("lm_head.weight", None) if config.tie_word_embeddings else None

@@ -10,6 +10,7 @@ modeling_deepseek_v2/v3.py (yarn_apply_mscale).
 """
 
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, 1.0),
 }
 # Ten times what exists: a damaged file must not make kdtr list a billion tensor names.
-MAX_LAYERS, MAX_EXPERTS = 1000, 10_000
+MAX_LAYERS, MAX_EXPERTS, MAX_ALL_EXPERTS = 1000, 10_000, 300_000
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -162,14 +163,14 @@ def load_config(folder: Path | str) -> tuple[ModelConfig, str]:
         raise InputError(
             f"{folder}: no such folder; a model is a Hugging Face folder with config.json and *.safetensors"
         )
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise InputError(
             f"{folder}: no config.json; a model is a Hugging Face folder with config.json and *.safetensors"
         )
     obj, text = read_json(path)
     stops = None
     generation = folder / "generation_config.json"
-    if generation.exists():
+    if os.path.lexists(generation):
         stops = Fields(read_json(generation)[0], generation).token_ids("eos_token_id")
     return parse_config(obj, where=path, eos_token_ids=stops), text
 
@@ -311,6 +312,8 @@ def _parse_experts(f: Fields, layers: int, is_v2: bool) -> dict[str, Any]:
             "first_k_dense_replace": layers, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
             "norm_topk_prob": bool(normed), "routed_scaling_factor": 1.0 if factor is None else factor,
         }  # fmt: skip
+    if experts * layers > MAX_ALL_EXPERTS:
+        raise f.fail("n_routed_experts", f"at most {MAX_ALL_EXPERTS} in all {layers} layers together")
     needed = ["moe_intermediate_size", "num_experts_per_tok"]
     if "n_shared_experts" not in f.obj:
         raise InputError(f"{f.where}: {f.prefix}n_shared_experts is missing; needed: an integer, or null for none")

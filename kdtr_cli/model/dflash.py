@@ -6,6 +6,7 @@ dflash/model.py, and the published Kimi drafters. A key that could change the ne
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -233,7 +234,7 @@ def open_drafter(folder: Path | str, target: ModelConfig) -> Drafter:
     """Open a drafter's folder (config.json, *.safetensors) for a target; InputError says what is wrong."""
     folder = Path(folder)
     path = folder / "config.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise InputError(f"{folder}: no config.json; a DFlash drafter is a folder with config.json and *.safetensors")
     obj, text = read_json(path)
     config = parse_dflash(obj, target, path)

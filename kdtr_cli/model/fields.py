@@ -5,17 +5,19 @@ integer here, NaN and Infinity are not numbers, and a key given twice is an erro
 """
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kdtr_cli.errors import InputError
+from kdtr_cli.model.regular_file import open_regular
 
-__all__ = ["Fields", "parse_json", "read_json", "read_text", "shown"]
+__all__ = ["Fields", "named", "parse_json", "read_json", "read_text", "shown"]
 
 MAX_INT = 2**31 - 1  # token ids and sizes are int32 in bundles and kernels
+MAX_ITEMS = 1_000_000  # of a JSON text; one takes up to 200 bytes of memory and as little as two of the file
+_FLOAT32 = 1.2e-38, 3.4e38  # what is smaller or larger is zero or infinite once a model computes with it
 _MISSING = object()
 
 
@@ -23,15 +25,20 @@ def shown(value: Any) -> str:
     """A value as JSON on one line, cut to 60 characters, for messages."""
     try:
         text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = repr(value)
+    except (TypeError, ValueError, RecursionError):  # an int of thousands of digits, or nested too deeply for dumps
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def named(name: str) -> str:
+    """A key as it stands, for messages; as ``shown`` where it would break the line or fill it."""
+    return name if name.isprintable() and 0 < len(name) <= 60 else shown(name)
 
 
 def read_text(path: Path, limit: int) -> str:
     """The text of a UTF-8 file of at most ``limit`` bytes; InputError when it is missing, larger, or not text."""
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
                 raise InputError(
@@ -57,8 +64,14 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def parse_json(text: str | bytes, where: object) -> dict[str, Any]:
-    """A JSON object, strictly: no duplicate keys, no NaN or Infinity. ``where`` heads the message."""
+def parse_json(text: str | bytes | bytearray, where: object, items: int = MAX_ITEMS) -> dict[str, Any]:
+    """A JSON object, strictly: no duplicate keys, no NaN or Infinity, at most about ``items`` values.
+
+    ``where`` heads the message.
+    """
+    marks = (b",", b"[", b"{") if isinstance(text, bytes | bytearray) else (",", "[", "{")
+    if sum(text.count(mark) for mark in marks) > items:
+        raise InputError(f"{where}: more than {items} values, which is no file of this kind")
     try:
         obj = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
@@ -70,10 +83,10 @@ def parse_json(text: str | bytes, where: object) -> dict[str, Any]:
     return obj
 
 
-def read_json(path: Path, limit: int = 16 << 20) -> tuple[dict[str, Any], str]:
+def read_json(path: Path, limit: int = 16 << 20, items: int = MAX_ITEMS) -> tuple[dict[str, Any], str]:
     """The JSON object in a file, and its text."""
     text = read_text(path, limit)
-    return parse_json(text, path), text
+    return parse_json(text, path, items), text
 
 
 class Fields:
@@ -109,9 +122,9 @@ class Fields:
         unknown = self.unknown()
         if unknown:
             more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-            name = unknown[0] if unknown[0].isprintable() else shown(unknown[0])
+            name, value = named(unknown[0]), shown(self.obj[unknown[0]])
             raise InputError(
-                f"{self.where}: {self.prefix}{name} is {shown(self.obj[unknown[0]])}: unknown field{more}; kdtr "
+                f"{self.where}: {self.prefix}{name} is {value}: unknown field{more}; kdtr "
                 "ignores no field that could change the model: remove it if it does not"
             )
 
@@ -133,17 +146,29 @@ class Fields:
             raise self.fail(name, allowed)
         return value
 
-    def number(self, name: str, default: Any = _MISSING, above: float | None = None, least: float | None = None) -> Any:
+    def number(
+        self,
+        name: str,
+        default: Any = _MISSING,
+        above: float | None = None,
+        least: float | None = None,
+        most: float | None = None,
+    ) -> Any:
+        """A float that float32 holds too: neither infinite there nor, without being 0, zero."""
         allowed = "a finite number"
         if above is not None:
             allowed += f" above {above:g}"
         if least is not None:
             allowed += f", at least {least:g}"
+        if most is not None:
+            allowed += f", at most {most:g}"
         value = self._get(name, default, allowed)
         if value is default:
             return value
-        bad = type(value) not in (int, float) or abs(value) > 1e300 or not math.isfinite(value)
-        if bad or (above is not None and value <= above) or (least is not None and value < least):
+        if type(value) not in (int, float) or not (value == 0 or _FLOAT32[0] <= abs(value) <= _FLOAT32[1]):
+            raise self.fail(name, allowed)
+        low = (above is not None and value <= above) or (least is not None and value < least)
+        if low or (most is not None and value > most):
             raise self.fail(name, allowed)
         return float(value)
 

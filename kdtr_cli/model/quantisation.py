@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from kdtr_cli.errors import InputError
-from kdtr_cli.model.fields import Fields, shown
+from kdtr_cli.model.fields import Fields, named, shown
 
 __all__ = ["FP8_BLOCK", "INT4_GROUP", "Quantisation", "fp8_config", "int4_config", "parse_quantisation"]
 
@@ -100,7 +100,7 @@ def _parse_packed(f: Fields) -> Quantisation:
     (name, group), *_ = groups.items()
     if type(group) is not dict:
         raise f.fail("config_groups", "a JSON object by group")
-    g = Fields(group, f.where, f"{f.prefix}config_groups.{name if name.isprintable() else shown(name)}.")
+    g = Fields(group, f.where, f"{f.prefix}config_groups.{named(name)}.")
     g.choice("format", ("pack-quantized",), None)
     for name in ("input_activations", "output_activations"):
         _nothing(g, name, "weights alone may be quantised")

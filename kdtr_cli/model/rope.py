@@ -18,11 +18,11 @@ from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.yarn import yarn_ramp
 
-__all__ = ["inv_freq", "rope_table", "rope_table64", "rope_table_sha256"]
+__all__ = ["MAX_POSITIONS", "inv_freq", "rope_table", "rope_table64", "rope_table_sha256"]
 
 # π/2 in three parts: the first two have 33 significant bits, so that n times each is exact for n < 2^20
 _PIO2 = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
-_MAX_ANGLE = 8.0e5
+MAX_POSITIONS = 800_000  #: the angles for which sine and cosine are good; no pair turns faster than 1 a position
 _EXACT = Context(prec=40)
 _BLOCK = 1 << 16  # angles worked on at a time: the temporaries stay in cache
 
@@ -110,8 +110,8 @@ def _check_positions(config: ModelConfig, n: int) -> None:
         raise InputError(
             f"{n} positions: the model has 1 to {config.max_position_embeddings} (max_position_embeddings)"
         )
-    if n > _MAX_ANGLE:
-        raise InputError(f"{n} positions: kdtr's rotary tables reach {_MAX_ANGLE:.0f}")
+    if n > MAX_POSITIONS:
+        raise InputError(f"{n} positions: kdtr's rotary tables reach {MAX_POSITIONS}")
 
 
 def _cos_sin(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -19,10 +19,14 @@ import numpy as np
 
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.fields import parse_json, shown
+from kdtr_cli.model.regular_file import open_regular
 
-__all__ = ["DTYPES", "STORED_DTYPES", "Region", "SafetensorsFile"]
+__all__ = ["DTYPES", "MAX_ITEMS", "STORED_DTYPES", "Region", "SafetensorsFile", "is_name"]
 
 MAX_HEADER = 100 << 20  # bytes; the safetensors library has the same limit
+MAX_ITEMS = 3_000_000  #: JSON values of a header or an index; an INT4 Kimi-K2 in one file would have 2,100,000
+MAX_NAME = 150  # characters; it stands in every message about the tensor
+MAX_DIMENSIONS = 64  # NumPy's
 BLOCK = 1 << 22  # bytes read at a time where a digest is made
 
 #: dtypes that kdtr computes with, by their name in the header
@@ -57,10 +61,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            self._handle = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+        self._handle = open_regular(path)
         weakref.finalize(self, os.close, self._handle)
         self.regions = self._read_header()
 
@@ -73,7 +74,7 @@ class SafetensorsFile:
             raise InputError(f"{self.path}: header of {length} bytes; not a safetensors file, or damaged")
         if 8 + length > size:
             raise InputError(f"{self.path}: cut short: a header of {length} bytes in a file of {size}")
-        header = parse_json(bytes(self._read_at(8, length, "the header")), f"{self.path}: header")
+        header = parse_json(self._read_at(8, length, "the header").obj, f"{self.path}: header", MAX_ITEMS)
         base = 8 + length
         regions = {}
         for name, entry in header.items():
@@ -90,7 +91,7 @@ class SafetensorsFile:
         return regions
 
     def _region(self, name: str, entry: Any, base: int, size: int) -> Region:
-        if not name.isprintable():  # it would break the messages, which are one line
+        if not is_name(name):
             raise InputError(f"{self.path}: {shown(name)} is no name for a tensor")
         where = f"{self.path}: tensor {name}"
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
@@ -98,7 +99,7 @@ class SafetensorsFile:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if type(dtype) is not str or dtype not in _SIZES:
             raise InputError(f"{where}: unknown dtype {shown(dtype)}")
-        if not _whole_numbers(shape):
+        if not _whole_numbers(shape) or len(shape) > MAX_DIMENSIONS:
             raise InputError(f"{where}: shape {shown(shape)} is not a list of sizes")
         if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
             raise InputError(f"{where}: data_offsets {shown(offsets)} are not [begin, end]")
@@ -107,7 +108,7 @@ class SafetensorsFile:
             raise InputError(f"{where}: ends at byte {base + end} of a file of {size}; the file is cut short")
         needed = math.prod(shape) * _SIZES[dtype]
         if end - begin != needed:
-            raise InputError(f"{where}: {end - begin} bytes of data, but {dtype} {shape} needs {needed}")
+            raise InputError(f"{where}: {end - begin} bytes of data, but {dtype} {shown(shape)} needs {shown(needed)}")
         return Region(base + begin, end - begin, dtype, tuple(shape))
 
     def _read_at(self, start: int, length: int, what: str) -> memoryview:
@@ -138,6 +139,11 @@ class SafetensorsFile:
         """The bytes of a region in order, some at a time."""
         for at in range(0, region.length, BLOCK):
             yield self._read_at(region.start + at, min(BLOCK, region.length - at), f"tensor {name}")
+
+
+def is_name(name: str) -> bool:
+    """Whether a tensor may be called this: printable and of 1 to 150 characters, so that a message stays one line."""
+    return name.isprintable() and 0 < len(name) <= MAX_NAME
 
 
 def _whole_numbers(value: Any) -> bool:

@@ -5,13 +5,14 @@ of the published checkpoints; of quantised weights, compressed-tensors' PackedQu
 README_WEIGHTS.md.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.quant import part_names
 from kdtr_cli.model.quantisation import Quantisation
 
-__all__ = ["StoredTensor", "expected_tensors", "stored_tensors"]
+__all__ = ["StoredTensor", "each_stored", "expected_tensors", "stored_tensors"]
 
 _FLOATS = ("F32", "F16", "BF16")
 # compressed-tensors itself writes the shape as I64, the published checkpoints have I32
@@ -29,16 +30,19 @@ class StoredTensor:
 
 def stored_tensors(config: ModelConfig) -> dict[str, dict[str, StoredTensor]]:
     """Weight name → the stored tensors that make it: itself, or the parts of a quantised one, the values first."""
+    return dict(each_stored(config))
+
+
+def each_stored(config: ModelConfig) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
+    """The items of stored_tensors, one after another: nobody has to hold those of a config that asks for too many."""
     how = config.quantisation
-    out: dict[str, dict[str, StoredTensor]] = {}
-    for name, shape in expected_tensors(config).items():
+    for name, shape in _each_tensor(config):
         if how is None or not how.covers(name, config.tensor_prefix):
-            out[name] = {name: StoredTensor(shape, _FLOATS)}
+            yield name, {name: StoredTensor(shape, _FLOATS)}
         else:
             dtypes = _INT4_DTYPES if how.method == "int4" else _FP8_DTYPES
             parts = zip(part_names(how.method, name), _part_shapes(how, *shape), dtypes, strict=True)
-            out[name] = {part: StoredTensor(size, allowed) for part, size, allowed in parts}
-    return out
+            yield name, {part: StoredTensor(size, allowed) for part, size, allowed in parts}
 
 
 def _part_shapes(how: Quantisation, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
@@ -53,19 +57,23 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     attention_bias gives biases to q_a_proj, kv_a_proj_with_mqa and o_proj only; q_b_proj, kv_b_proj and (without
     q_lora) q_proj never have one, as in transformers and DeepSeek's own code.
     """
-    c = config
-    out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    return dict(_each_tensor(config))
+
+
+def _each_tensor(c: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (c.vocab_size, c.hidden_size)
     for i in range(c.num_hidden_layers):
         layer = f"model.layers.{i}."
-        out[f"{layer}input_layernorm.weight"] = (c.hidden_size,)
-        out |= {f"{layer}self_attn.{name}": shape for name, shape in _attention(c).items()}
-        out[f"{layer}post_attention_layernorm.weight"] = (c.hidden_size,)
+        yield f"{layer}input_layernorm.weight", (c.hidden_size,)
+        for name, shape in _attention(c).items():
+            yield f"{layer}self_attn.{name}", shape
+        yield f"{layer}post_attention_layernorm.weight", (c.hidden_size,)
         mlp = _experts(c) if c.is_moe_layer(i) else _mlp("", c.hidden_size, c.intermediate_size)
-        out |= {f"{layer}mlp.{name}": shape for name, shape in mlp.items()}
-    out["model.norm.weight"] = (c.hidden_size,)
+        for name, shape in mlp.items():
+            yield f"{layer}mlp.{name}", shape
+    yield "model.norm.weight", (c.hidden_size,)
     if not c.tie_word_embeddings:
-        out["lm_head.weight"] = (c.vocab_size, c.hidden_size)
-    return out
+        yield "lm_head.weight", (c.vocab_size, c.hidden_size)
 
 
 def _attention(c: ModelConfig) -> dict[str, tuple[int, ...]]:

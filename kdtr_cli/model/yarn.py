@@ -13,6 +13,9 @@ from kdtr_cli.model.fields import Fields, shown
 
 __all__ = ["RopeScaling", "get_mscale", "parse_rope", "yarn_ramp"]
 
+# Far beyond what exists (1e8), so that no product of a config's numbers leaves float32.
+_MAX_THETA = 1e12
+
 
 def _ln(x: float) -> float:
     """Natural logarithm, correctly rounded."""
@@ -73,13 +76,13 @@ def parse_rope(f: Fields, rope_dim: int) -> tuple[float, RopeScaling | None]:
     thetas: dict[str, float] = {}
     scalings: dict[str, RopeScaling | None] = {}
     if f.has("rope_theta"):
-        thetas["rope_theta"] = f.number("rope_theta", above=1)
+        thetas["rope_theta"] = f.number("rope_theta", above=1, most=_MAX_THETA)
     for name in ("rope_scaling", "rope_parameters"):
         table = f.table(name)
         if table is not None:
             inner = Fields(table, f.where, f"{f.prefix}{name}.")
             if inner.has("rope_theta"):
-                thetas[f"{name}.rope_theta"] = inner.number("rope_theta", above=1)
+                thetas[f"{name}.rope_theta"] = inner.number("rope_theta", above=1, most=_MAX_THETA)
             scalings[name] = _parse_scaling(inner)
     for found in (thetas, scalings):
         first, *others = list(found) or [""]
@@ -112,13 +115,13 @@ def _parse_scaling(f: Fields) -> RopeScaling | None:
         f.refuse_unknown()
         return None
     scaling = RopeScaling(
-        factor=f.number("factor", least=1),
+        factor=f.number("factor", least=1, most=1e9),
         original_max_position_embeddings=f.integer("original_max_position_embeddings"),
-        beta_fast=f.number("beta_fast", 32.0, above=0),
-        beta_slow=f.number("beta_slow", 1.0, above=0),
-        mscale=f.number("mscale", None, least=0),
-        mscale_all_dim=f.number("mscale_all_dim", None, least=0),
-        attention_factor=f.number("attention_factor", None, above=0),
+        beta_fast=f.number("beta_fast", 32.0, above=0, most=1e9),
+        beta_slow=f.number("beta_slow", 1.0, above=0, most=1e9),
+        mscale=f.number("mscale", None, least=0, most=1e4),
+        mscale_all_dim=f.number("mscale_all_dim", None, least=0, most=1e4),
+        attention_factor=f.number("attention_factor", None, above=0, most=1e4),
         truncate=f.boolean("truncate", True),
     )
     if scaling.beta_fast < scaling.beta_slow:

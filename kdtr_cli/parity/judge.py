@@ -10,7 +10,7 @@ from kdtr_cli.errors import InputError
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits
 from kdtr_cli.parity.provenance import check_kinds, compare_drafting, compare_manifests, compare_prompts
 from kdtr_cli.parity.results import Report, SequenceResult, Side
-from kdtr_cli.parity.sequence import RUN_LOGITS, Terms, judge_sequence
+from kdtr_cli.parity.sequence import BIT_REFERENCE, RUN_LOGITS, Terms, judge_sequence
 from kdtr_cli.parity.tolerances import EXACT_TIER, JudgeOptions, Tolerance, effective_tolerance
 from kdtr_cli.parity.totals import sum_up
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict, combine, exit_code, ordered
@@ -197,11 +197,18 @@ def _extra(golden: Evidence, run: Evidence, options: JudgeOptions) -> list[Findi
     ]
 
 
+#: The references that have no run's bits, and the option that leaves a golden with them alone.
+_MADE_WITH = {"float64": "--no-exact", "float32": "--arith float32"}
+
+
 def _reference(goldens: Sequence[EvidenceSequence], tier: str) -> str | None:
-    """The golden's logits to compare with: an exact run's twin is `exact`, any other tier's truth is `float64`."""
-    order = ("exact", "float64") if tier == EXACT_TIER else ("float64", "exact")
+    """The golden's logits to compare with: an exact run's twin is `exact`, any other tier's truth is `float64`.
+
+    `float32` (BLAS) is neither, and taken only where there is nothing else.
+    """
+    order = (BIT_REFERENCE, "float64") if tier == EXACT_TIER else ("float64", BIT_REFERENCE)
     held = {name for s in goldens for name in s.logits}
-    return next((name for name in order if name in held), None)
+    return next((name for name in (*order, "float32") if name in held), None)
 
 
 def _check_tolerance(
@@ -210,8 +217,9 @@ def _check_tolerance(
     how = "give --atol/--rtol, --max-ulp or --max-kl"
     if tolerance is None:
         message = f"a run of tier {tier} is judged by a tolerance: {how}"
-    elif reference == "float64" and tier == EXACT_TIER and not _told(options):
-        message = f"the golden holds no exact logits (made with --no-exact), so tolerance 0 says nothing: {how}"
+    elif reference in _MADE_WITH and tier == EXACT_TIER and not _told(options):
+        made = _MADE_WITH[reference]
+        message = f"the golden holds no exact logits (made with {made}), so tolerance 0 says nothing: {how}"
     else:
         return []
     return [Finding(Level.ERROR, "tolerance.missing", message, Verdict.INVALID)]

@@ -77,7 +77,7 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
             findings.add("sequence.empty", "there is no token to compare", Verdict.INCONCLUSIVE)
     strict = terms.tolerance.is_zero
     rounds = judge_rounds(findings, golden, run, RoundTerms(terms.rounds, strict, limit, first_difference, whole))
-    # float64 logits can't have the bits of an engine: where they chose the tokens, IDENTICAL is not to be had
+    # float64 and BLAS logits can't have the bits of an engine: where they chose the tokens, IDENTICAL is not to be had
     every_bit = (
         terms.reference == BIT_REFERENCE
         and logits.all_bits

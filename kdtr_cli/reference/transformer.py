@@ -1,6 +1,6 @@
-"""The NumPy model: DeepSeek-V2/V3 and Kimi-K2 decoders over rows of tokens, in exact or float64 arithmetic.
+"""The NumPy model: DeepSeek-V2/V3 and Kimi-K2 decoders over rows of tokens, in exact, float64 or float32 arithmetic.
 
-The model is written once; the arithmetic is a module, ``kdtr_cli.reference.exact`` or ``kdtr_cli.reference.float64``.
+The model is written once; the arithmetic is a module: ``exact``, ``float64`` or ``float32`` of ``kdtr_cli.reference``.
 A forward pass takes rows: any tokens of any sequences at any positions, so that prefill, chunked prefill and batched
 decoding are the same call. The bits of a row depend on its own sequence alone.
 """
@@ -121,7 +121,7 @@ def route(
 class Model:
     """A decoder ready to run: weights, rotary tables for ``positions`` positions, one arithmetic.
 
-    ``ops`` is ``kdtr_cli.reference.exact`` or ``kdtr_cli.reference.float64``. Weights are packed when first used; of
+    ``ops`` is ``exact``, ``float64`` or ``float32`` of ``kdtr_cli.reference``. Weights are packed when first used; of
     them ``weights_limit`` bytes are kept (None: all, about the memory of the weights in that arithmetic).
 
     A pass takes its rows in parts, and every part goes through a layer before the next layer's weights are touched: a

@@ -15,13 +15,13 @@ from kdtr_cli.model.chat import load_chat_template
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt, check_prompts
 from kdtr_cli.model.source import Model, open_model
-from kdtr_cli.reference import exact, float64
+from kdtr_cli.reference import exact, float32, float64
 from kdtr_cli.reference.arith import CONTRACT_VERSION
 from kdtr_cli.reference.transformer import Model as NumpyModel
 from kdtr_cli.workflows.drafting import drafting_manifest
 from kdtr_cli.workflows.golden_groups import GroupOptions, MadeSequence, Tick, make_group, pack_group, unpack_group
 from kdtr_cli.workflows.golden_memory import Budget, make_budget
-from kdtr_cli.workflows.golden_plan import NOMINAL, Costs, PlanLine, calibrate, plan_lines
+from kdtr_cli.workflows.golden_plan import NOMINAL, Costs, PlanLine, Rates, calibrate, plan_lines
 from kdtr_cli.workflows.golden_rounds import Drafting, DraftOptions, open_drafting
 from kdtr_cli.workflows.golden_state import SavedWork
 from kdtr_cli.workflows.manifest import common_manifest, parse_logits
@@ -31,6 +31,7 @@ __all__ = ["EMBED_LIMIT", "GoldenOptions", "GoldenPlan", "GoldenSummary", "Prepa
 __all__ += ["golden_budget", "open_prompts", "plan_golden", "prepare_golden", "write_golden"]
 
 EMBED_LIMIT = 64 * 10**6  #: stored bytes below which the weights are embedded unless told otherwise
+_SINGLE = {"float64": float64, "float32": float32}
 
 #: Called with what is being done, how much of all work is done, and how much there is.
 Progress = Callable[[str, float, float], None]
@@ -38,7 +39,7 @@ Progress = Callable[[str, float, float], None]
 
 @dataclass(frozen=True)
 class GoldenOptions:
-    """The options of ``kdtr golden``."""
+    """The options of ``kdtr golden``. Without ``exact`` there is one arithmetic, ``single``: float64 or float32."""
 
     model: str
     output: Path
@@ -47,6 +48,7 @@ class GoldenOptions:
     ignore_eos: bool = False
     temperature: float = 0.0
     exact: bool = True
+    single: str = "float64"
     logits: str = "full"
     score: bool = False
     choices: Choices = field(default_factory=Choices)
@@ -100,8 +102,8 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
     check_target(options.output, options.force)
     model, prompts, positions = open_prompts(options)
     budget = golden_budget(options, model, prompts)
-    costs = Costs(model.config, NOMINAL, budget.weights_limit)
-    meter = _Meter(progress, sum(line.seconds for line in plan_lines(costs, budget, options.steps, options.exact)))
+    costs = _costs(options, model, NOMINAL, budget)
+    meter = _Meter(progress, sum(line.seconds for line in plan_lines(costs, budget, options.steps)))
     if options.memory_limit is None or options.drafting is not None:
         return _make(options, model, prompts, positions, meter, None)
     work = SavedWork(options.output, _job(options, model, prompts), options.force)
@@ -124,6 +126,10 @@ def golden_budget(options: GoldenOptions, model: Model, prompts: list[Prompt]) -
     )
 
 
+def _costs(options: GoldenOptions, model: Model, rates: Rates, budget: Budget) -> Costs:
+    return Costs(model.config, rates, budget.weights_limit, "exact" if options.exact else options.single)
+
+
 @dataclass(frozen=True)
 class GoldenPlan:
     """What a golden would take. Bytes: as stored, packed in all arithmetics, and in memory at most."""
@@ -140,10 +146,10 @@ def plan_golden(options: GoldenOptions) -> GoldenPlan:
     model, prompts, _ = open_prompts(options)
     parse_logits(options.logits, model.config.vocab_size)
     budget = golden_budget(options, model, prompts)
-    costs = Costs(model.config, calibrate(model.config, model.weights), budget.weights_limit)
+    costs = _costs(options, model, calibrate(model.config, model.weights), budget)
     packed = costs.total * (4 + 8 if options.exact else 8)
     return GoldenPlan(
-        list(plan_lines(costs, budget, options.steps, options.exact)),
+        list(plan_lines(costs, budget, options.steps)),
         budget,
         sum(model.weights.stored_nbytes(name) for name in model.weights.stored_names),
         packed,
@@ -179,7 +185,7 @@ def _job(options: GoldenOptions, model: Model, prompts: list[Prompt]) -> dict[st
         "prompts": digest.hexdigest(),
         "steps": [options.steps, options.ignore_eos],
         "temperature": [options.temperature, options.prompts.seed],
-        "arithmetic": options.exact,
+        "arithmetic": "exact" if options.exact else options.single,
         "logits": [options.logits, options.score],
         "choices": [options.choices.latent_norm_eps, options.choices.rope_angles],
         "memory limit": options.memory_limit,
@@ -194,7 +200,7 @@ def _make(
     meter: _Meter,
     work: SavedWork | None,
 ) -> GoldenSummary:
-    costs = Costs(model.config, NOMINAL, None)
+    costs = _costs(options, model, NOMINAL, golden_budget(options, model, prompts))
     stored = sum(model.weights.stored_nbytes(name) for name in model.weights.stored_names)
     digests = model.weights.digests(lambda size: meter.add("digests", costs.digests() * size / max(1, stored)))
     if work is not None:
@@ -208,7 +214,8 @@ def _make(
 def open_prompts(options: GoldenOptions) -> tuple[Model, list[Prompt], int]:
     """The model, its checked prompts, and how many positions the longest of them feeds."""
     if options.drafting is not None and not options.exact:
-        raise InputError("--no-exact: rounds are made in the exact arithmetic alone; leave one of the two out")
+        what = "--no-exact" if options.single == "float64" else f"--arith {options.single}"
+        raise InputError(f"{what}: rounds are made in the exact arithmetic alone; leave one of the two out")
     model = open_model(options.model, cache=False)  # what is used is kept packed
     template = load_chat_template(model.folder) if options.chat else None
     prompts = collect_prompts(options.prompts, model.config, model.folder, template)
@@ -227,7 +234,8 @@ def prepare_golden(options: GoldenOptions, model: Model, positions: int) -> Prep
     embedded = options.embed_weights
     if embedded is None:
         embedded = sum(model.weights.stored_nbytes(name) for name in model.weights.stored_names) < EMBED_LIMIT
-    truth = NumpyModel(config, model.weights, options.choices, positions, float64)
+    ops = float64 if options.exact else _SINGLE[options.single]
+    truth = NumpyModel(config, model.weights, options.choices, positions, ops)
     reference = truth
     if options.exact:
         reach = min(positions + drafting.settings.horizon, config.max_position_embeddings) if drafting else positions
@@ -238,7 +246,7 @@ def prepare_golden(options: GoldenOptions, model: Model, positions: int) -> Prep
         decoding,
         positions=positions,
         teacher_forced=False,
-        arithmetic=["exact", "float64"] if options.exact else ["float64"],
+        arithmetic=["exact", "float64"] if options.exact else [options.single],
         logits=form,
         score=options.score,
         embedded=embedded,
@@ -269,13 +277,14 @@ def write_golden(
     prepared.reference.packed.keep_at_most(budget.weights_limit)
     if prepared.truth is not prepared.reference and budget.weights_limit is not None:
         prepared.truth.packed.keep_at_most(0)  # it is used once a group
-    costs = Costs(model.config, NOMINAL, budget.weights_limit)
+    costs = _costs(options, model, NOMINAL, budget)
     shared = GroupOptions(
         prepared.truth,
         prepared.reference,
         prepared.decoding,
         prepared.form,
         options.exact,
+        options.single,
         options.score,
         drafting,
     )

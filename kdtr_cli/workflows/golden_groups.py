@@ -22,13 +22,15 @@ Tick = Callable[[str, float], None]  #: called with what was done and the second
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What all groups of a golden share. ``form``: what is kept of a row of logits; ``score``: of prompts too."""
+    """What all groups of a golden share. ``single``: the arithmetic where it isn't exact with float64;
+    ``form``: what is kept of a row of logits; ``score``: of prompts too."""
 
     truth: Model
     reference: Model
     decoding: Decoding
     form: str
     exact: bool
+    single: str
     score: bool
     drafting: Drafting | None
 
@@ -54,7 +56,7 @@ def make_group(
 ) -> list[MadeSequence]:
     """Decode and score one group, layer by layer; saved work goes on from where it stopped."""
     decoding, reference, drafting = options.decoding, options.reference, options.drafting
-    label = "exact" if options.exact else "float64"
+    label = "exact" if options.exact else options.single
     layers = reference.config.num_hidden_layers
     lengths = [len(prompt.ids) for prompt in group]
     decode = begin(reference, group, decoding)
@@ -132,9 +134,9 @@ def _arrays(
     """
     decoding, form = options.decoding, options.form
     if not options.exact:
-        arrays = logits_arrays("logits", "float64", result.logits, form)
+        arrays = logits_arrays("logits", options.single, result.logits, form)
         if options.score:
-            arrays |= logits_arrays("prompt_logits", "float64", result.prompt_logits, form)
+            arrays |= logits_arrays("prompt_logits", options.single, result.prompt_logits, form)
         return arrays, 0.0, 0
     of_prompt, logits = real
     arrays = logits_arrays("logits", "exact", result.logits, form) | logits_arrays("logits", "float64", logits, form)

@@ -51,10 +51,14 @@ NOMINAL = Rates(
 
 
 class Costs:
-    """Expected seconds of the parts of a golden. ``kept``: bytes of packed weights that stay in memory, None: all."""
+    """Expected seconds of the parts of a golden.
 
-    def __init__(self, config: ModelConfig, rates: Rates, kept: int | None) -> None:
-        self.config, self.rates = config, rates
+    ``kept``: bytes of packed weights that stay in memory, None: all. ``main``: the arithmetic that decodes, 'exact' or
+    the only one; it is the one that keeps them.
+    """
+
+    def __init__(self, config: ModelConfig, rates: Rates, kept: int | None, main: str) -> None:
+        self.config, self.rates, self.main = config, rates, main
         self.dense = [0] * config.num_hidden_layers  # weights of a layer outside its routed experts
         self.expert = 0  # of one expert
         self.total = self.head = 0
@@ -69,7 +73,7 @@ class Costs:
                 self.head = size
         moe = [i for i in range(config.num_hidden_layers) if config.is_moe_layer(i)]
         self.expert //= max(1, len(moe))
-        self.read_again = 0.0 if kept is None else max(0.0, 1 - kept / (4 * self.total))
+        self.read_again = 0.0 if kept is None else max(0.0, 1 - kept / ((8 if main == "float64" else 4) * self.total))
 
     def touched(self, rows: int) -> float:
         """Experts of a layer that some row is routed to, if routing were even."""
@@ -82,8 +86,8 @@ class Costs:
 
     def layer(self, arithmetic: str, i: int, rows: int, context: float, first: bool) -> float:
         """Seconds of layer i for rows that see ``context`` keys each; ``first``: no weight is in memory yet."""
-        rates: ArithmeticRates = getattr(self.rates, arithmetic)
-        again = 1.0 if first or arithmetic == "float64" else self.read_again
+        rates = self.of(arithmetic)
+        again = self.again(arithmetic, first)
         dense, experts = self.loaded(i, rows)
         routed = self.expert * self.config.num_experts_per_tok if experts else 0
         seconds = again * (dense * rates.load_dense + experts * rates.load_expert)
@@ -92,9 +96,17 @@ class Costs:
 
     def logits(self, arithmetic: str, rows: int, first: bool) -> float:
         """Seconds of lm_head."""
-        rates: ArithmeticRates = getattr(self.rates, arithmetic)
-        again = 1.0 if first or arithmetic == "float64" else self.read_again
+        rates = self.of(arithmetic)
+        again = self.again(arithmetic, first)
         return self.head * (again * rates.load_dense + rates.touch + rows * rates.row)
+
+    def of(self, arithmetic: str) -> ArithmeticRates:
+        """Its rates; float32 has those of float64, of which it takes half or less."""
+        return self.rates.exact if arithmetic == "exact" else self.rates.float64
+
+    def again(self, arithmetic: str, first: bool) -> float:
+        """The share of the weights that a pass reads."""
+        return 1.0 if first or arithmetic != self.main else self.read_again
 
     def digests(self) -> float:
         """Seconds of reading every weight once."""
@@ -113,24 +125,24 @@ class PlanLine:
     seconds: float
 
 
-def plan_lines(costs: Costs, budget: Budget, steps: int, use_exact: bool) -> Iterator[PlanLine]:
+def plan_lines(costs: Costs, budget: Budget, steps: int) -> Iterator[PlanLine]:
     """The passes of all groups, in the order in which they are made."""
     c = costs.config
     layers = range(c.num_hidden_layers)
     yield PlanLine("digests", 1, 0, 4.0 * costs.total, 0.0, costs.digests())
-    first_name = "exact" if use_exact else "float64"
+    main = costs.main
     kinds: dict[str, list[PlanLine]] = {}
     for number, group in enumerate(budget.groups):
         prompt_rows, count = sum(len(p.ids) for p in group), len(group)
         length = prompt_rows / count
-        passes = [(f"prompts, {first_name}", first_name, 1, prompt_rows, count, length / 2, number == 0)]
+        passes = [(f"prompts, {main}", main, 1, prompt_rows, count, length / 2, number == 0)]
         if steps > 1:
-            passes.append((f"steps, {first_name}", first_name, steps - 1, count, count, length + steps / 2, False))
-        if use_exact:
+            passes.append((f"steps, {main}", main, steps - 1, count, count, length + steps / 2, False))
+        if main == "exact":
             rows = prompt_rows + count * (steps - 1)
             passes.append(("all tokens, float64", "float64", 1, rows, count * steps, (length + steps) / 2, True))
         for what, arithmetic, times, rows, outputs, context, first in passes:
-            again = 1.0 if first or arithmetic == "float64" else costs.read_again
+            again = costs.again(arithmetic, first)
             loaded = sum(sum(costs.loaded(i, rows)) for i in layers) + costs.head
             each = sum(costs.dense) + sum(costs.expert * c.num_experts_per_tok for i in layers if c.is_moe_layer(i))
             seconds = sum(costs.layer(arithmetic, i, rows, context, first) for i in layers)

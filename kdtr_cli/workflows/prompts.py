@@ -14,6 +14,7 @@ from kdtr_cli.errors import InputError
 from kdtr_cli.model.chat import ChatTemplate, check_messages, render_chats
 from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.prompts import Prompt, check_prompts
+from kdtr_cli.model.rope import MAX_POSITIONS
 from kdtr_cli.model.tokenizer import load_tokenizer
 from kdtr_cli.reference.sampling import PURPOSE_PROMPT, uniform_words
 
@@ -75,7 +76,7 @@ def collect_prompts(
             check_id(name)
             if isinstance(f.what, str):
                 f.what.encode()
-                ids = np.array(tokenizer.encode(f.what, rendered=template is not None), np.int32)
+                ids = _ids(tokenizer.encode(f.what, rendered=template is not None), f"{folder}'s tokenizer.json")
             else:
                 ids = f.what
             prompts.append(Prompt(name, ids, index))
@@ -109,8 +110,8 @@ def _random(options: PromptOptions, config: ModelConfig) -> Iterator[_Found]:
     length = _DEFAULT_LENGTH if options.length is None else options.length
     if not 1 <= count <= MAX_SEQUENCES:
         raise InputError(f"--num-prompts {count}: 1 to {MAX_SEQUENCES}")
-    if not 1 <= length <= config.max_position_embeddings:
-        limit = config.max_position_embeddings
+    limit = min(config.max_position_embeddings, MAX_POSITIONS)
+    if not 1 <= length <= limit:
         raise InputError(f"--prompt-len {length}: 1 to {limit}, the positions of this model (max_position_embeddings)")
     for i in range(count):
         yield _Found(f"random prompt {i}", None, random_prompt(i, length, config.vocab_size, options.seed))

@@ -17,10 +17,10 @@ def continuation(folder: Path | None, sequences: list[tuple[Prompt, Generated]])
     tokenizer = _tokenizer(folder)
     lines = []
     for prompt, result in sequences[:_SHOWN]:
-        if tokenizer is None:
+        text = None if tokenizer is None else _decoded(tokenizer, prompt, result)
+        if text is None:
             lines.append(f"[{prompt.id}] {_ids(prompt.ids.tolist())} -> {_ids(result.tokens.tolist())}")
         else:
-            text = tokenizer.decode(prompt.ids.tolist()), tokenizer.decode(result.tokens.tolist())
             lines += [f"[{prompt.id}] prompt:", *_indent(text[0]), f"[{prompt.id}] continuation:", *_indent(text[1])]
     if len(sequences) > _SHOWN:
         lines.append(f"… and {len(sequences) - _SHOWN} more sequences")
@@ -30,6 +30,14 @@ def continuation(folder: Path | None, sequences: list[tuple[Prompt, Generated]])
 def _tokenizer(folder: Path | None) -> Tokenizer | None:
     try:
         return load_tokenizer(folder)
+    except InputError:
+        return None
+
+
+def _decoded(tokenizer: Tokenizer, prompt: Prompt, result: Generated) -> tuple[str, str] | None:
+    """Both texts; None where the tokenizer cannot: what was made is shown as ids then, and not lost."""
+    try:
+        return tokenizer.decode(prompt.ids.tolist()), tokenizer.decode(result.tokens.tolist())
     except InputError:
         return None
 

@@ -200,6 +200,26 @@ class TestTolerance:
         assert "--no-exact" in report.reason
         assert verdict(golden, run, atol=1e-5) is Verdict.PASS
 
+    def test_equal_bits_of_float32_logits_are_not_identical(self):
+        """BLAS may give a run's bits by chance: it proves nothing, so it is judged by a bound like any others."""
+        golden, run = pair()
+        for s in golden.seqs:
+            s.logits = {"float32": s.logits["exact"]}
+        for options in ({}, {"allow_loose": True}):
+            report = report_of(golden, run, **options)
+            assert report.verdict is Verdict.INVALID
+            assert "--arith float32" in report.reason
+        report = report_of(golden, run, atol=1e-5)
+        assert (report.verdict, report.reference) == (Verdict.PASS, "float32")
+
+    @pytest.mark.parametrize("tier", ["exact", "bf16"])
+    @pytest.mark.parametrize("other", ["exact", "float64"])
+    def test_float32_is_taken_only_where_there_is_nothing_else(self, tier, other):
+        golden = golden_side()
+        for s in golden.seqs:
+            s.logits = {"float32": s.logits["exact"] + 1, other: s.logits[other]}
+        assert report_of(golden, run_side(golden_side(), tier=tier), atol=1e-5).reference == other
+
     def test_logits_of_some_sequences_only_are_invalid(self):
         golden, run = pair()
         del golden.seqs[1].logits["exact"]
