@@ -136,8 +136,8 @@ class TestCommands:
 class TestKill:
     @pytest.mark.parametrize(
         ("moment", "left"),
-        [("write_sweep", 0), ("open_executor", 1), ("_arrived", 2)],
-        ids=["before sweep.json", "before the first shard", "between shards"],
+        [("write_sweep", 0), ("_arrived", 2)],
+        ids=["before sweep.json", "between shards"],
     )
     def test_kill_9_of_the_command(self, tmp_path, undisturbed, moment, left):
         script = tmp_path / "suicide.py"
