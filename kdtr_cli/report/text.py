@@ -26,7 +26,8 @@ def report_text(report: Report, width: int = 100) -> str:
     lines = [*_header(report)]
     for result in _shown(report.sequences):
         lines += ["", *_sequence(result, report.teacher_forced, width)]
-    if hidden := len(report.sequences) - MAX_SEQUENCES:
+    # of a sweep the report lists a part
+    if hidden := report.totals.sequences - MAX_SEQUENCES:
         counts = ", ".join(f"{n} {name}" for name, n in report.totals.verdicts.items())
         if hidden > 0:
             lines += ["", f"{hidden} more sequences are not shown; all together: {counts}"]

@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -30,6 +31,8 @@ BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 _STOP_S = 10.0  # a worker that is told to stop may finish its NumPy call and remove its file; then it is killed
 _DASK_WAIT_S = 10.0
+_DASK_LOOK_S = 2.0
+_DASK_ALONE_S = 60.0  # without any worker before the work is given up: a cluster may be replacing them
 _in_pool = False  # this is a process of the pool below …
 _busy = False  # … and has a task
 
@@ -62,7 +65,10 @@ def map_shards(
             "finished shards stay, the same command goes on"
         ) from error
     except CancelledError as error:
-        raise DeviceError("the executor gave the work up; finished shards stay, the same command goes on") from error
+        raise DeviceError(
+            "the executor gave the work up: its scheduler or all of its workers are gone; "
+            "finished shards stay, the same command goes on"
+        ) from error
     except Exception as error:
         if type(error).__name__ != "KilledWorker":  # distributed's, which need not be installed
             raise
@@ -201,6 +207,9 @@ def _follow(parent: int) -> None:
 def _dask(address: str) -> Iterator[tuple[Executor, int]]:
     from distributed import Client
 
+    for name in list(logging.root.manager.loggerDict):  # what they log is told here, in one line
+        if name.partition(".")[0] in ("distributed", "tornado"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     try:
         client = Client(address, timeout=_DASK_WAIT_S, set_as_default=False)
     except (OSError, ValueError, TypeError) as error:  # TimeoutError is an OSError
@@ -212,9 +221,41 @@ def _dask(address: str) -> Iterator[tuple[Executor, int]]:
             raise InputError(
                 f"--executor dask:{address}: the scheduler has no worker; start some ('dask worker {address}')"
             ) from None
-        # impure: a shard's file may be gone though its result is known
-        with client.get_executor(pure=False) as executor:
+        _check_dask_workers(client, address)
+        executor = client.get_executor(pure=False)  # impure: a shard's file may be gone though its result is known
+        left = threading.Event()
+        threading.Thread(target=_watch_dask, args=(client, executor, left), daemon=True).start()
+        try:
             yield executor, sum(client.nthreads().values())
+        finally:
+            left.set()
+            executor.shutdown(wait=False)
+
+
+def _check_dask_workers(client: Any, address: str) -> None:
+    """A worker without this package dies of the first task that it is given, and the next one after it."""
+    found = client.run(exec, "import kdtr_cli", on_error="return")
+    for worker, error in found.items():
+        if isinstance(error, Exception):
+            raise InputError(
+                f"--executor dask:{address}: the worker {worker} can't load kdtr ({_first_line(error)}); "
+                "install it where the workers run"
+            )
+
+
+def _watch_dask(client: Any, executor: Executor, left: threading.Event) -> None:
+    """Without any worker Dask waits for ever for new ones; a gate must end."""
+    alone_since = None
+    while not left.wait(_DASK_LOOK_S):
+        try:
+            workers = client.nthreads()
+        except Exception:  # the scheduler is gone, which the futures say
+            return
+        now = time.monotonic()
+        alone_since = None if workers else alone_since or now
+        if alone_since is not None and now - alone_since >= _DASK_ALONE_S:
+            executor.shutdown(wait=False)
+            return
 
 
 @contextlib.contextmanager

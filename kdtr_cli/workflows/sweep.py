@@ -125,7 +125,10 @@ class _There:
 
 
 def publish_shard(folder: Path, sweep: Sweep, shard: Shard, write: Callable[[Path], Any]) -> Any:
-    """Have ``write`` make the shard's file; its result, or None where somebody else's equal file came first."""
+    """Have ``write`` make the shard's file; its result, or None where it is there already."""
+    with contextlib.suppress(InputError):
+        if check_shard(folder, sweep, shard) is not None:
+            return None  # the worker that made it died before it could say so
     try:
         return write(folder / shard.name)
     except InputError:

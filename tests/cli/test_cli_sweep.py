@@ -1,12 +1,14 @@
 """Sweeps from the command line: processes, Dask and MPI, and whatever stops them at whatever moment."""
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,8 +136,8 @@ class TestCommands:
 class TestKill:
     @pytest.mark.parametrize(
         ("moment", "left"),
-        [("write_sweep", 0), ("open_executor", 1), ("_arrived", 2)],
-        ids=["before sweep.json", "before the first shard", "between shards"],
+        [("write_sweep", 0), ("_arrived", 2)],
+        ids=["before sweep.json", "between shards"],
     )
     def test_kill_9_of_the_command(self, tmp_path, undisturbed, moment, left):
         script = tmp_path / "suicide.py"
@@ -187,6 +189,15 @@ class TestKill:
         assert shards(folder) == undisturbed
 
 
+def installed_too() -> bool:
+    """Whether a Python without our path would find kdtr all the same."""
+    try:
+        importlib.metadata.version("kdtr")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def there(group: int) -> bool:
     """Whether a process group has any process."""
     try:
@@ -197,7 +208,7 @@ def there(group: int) -> bool:
 
 
 @contextmanager
-def dask(folder: Path, workers: int = 2):
+def dask(folder: Path, workers: int = 2, environment: dict[str, str] = ENVIRONMENT):
     """A real scheduler and workers of one thread, each a process of its own, on loopback: (address, the workers)."""
     file = folder / "scheduler.json"
     quiet = {"env": ENVIRONMENT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
@@ -207,6 +218,7 @@ def dask(folder: Path, workers: int = 2):
     try:
         wait_for(lambda: file.exists() and file.stat().st_size, started[0])
         address = json.loads(file.read_text())["address"]
+        quiet["env"] = environment
         started += [subprocess.Popen([*worker, address], **quiet) for _ in range(workers)]
         yield address, started[1:]
     finally:
@@ -245,6 +257,28 @@ class TestDask:
             result = kdtr(*SWEEP, "-o", f"{tmp_path / 'd'}/", "--executor", f"dask:{address}")
             assert "the scheduler has no worker; start some" in result.stderr
         assert os.listdir(tmp_path / "d") == ["sweep.json"]
+
+    def test_a_worker_without_kdtr_and_the_loss_of_all_workers(self, tmp_path, monkeypatch):
+        folder = tmp_path / "d"
+        with dask(tmp_path, workers=1, environment={**ENVIRONMENT, "PYTHONPATH": ""}) as (address, _):
+            if not installed_too():
+                code, _, err = finish(start(*SWEEP, "-o", f"{folder}/", "--executor", f"dask:{address}"))
+                assert code == 2
+                assert "can't load kdtr (No module named 'kdtr_cli')" in err
+                assert err.count("\n") == 1
+        (tmp_path / "scheduler.json").unlink()
+        monkeypatch.setattr("kdtr_cli.workflows.executors._DASK_LOOK_S", 0.1)
+        monkeypatch.setattr("kdtr_cli.workflows.executors._DASK_ALONE_S", 0.5)
+        with dask(tmp_path, workers=1) as (address, workers):
+            killer = threading.Thread(
+                target=lambda: (wait_for(lambda: list(folder.glob("shard-*"))), workers[0].kill())
+            )
+            killer.start()
+            result = kdtr(*SWEEP, "-o", f"{folder}/", "--executor", f"dask:{address}")
+            killer.join()
+        assert result.exit_code == 3
+        assert "its scheduler or all of its workers are gone; finished shards stay" in result.stderr
+        assert result.stderr.count("\n") == 1
 
 
 class TestMPI:

@@ -13,6 +13,7 @@ from kdtr_cli.parity.combine import Combined
 from kdtr_cli.parity.judge import judge
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict
+from kdtr_cli.report.text import report_text
 
 pytestmark = pytest.mark.quick
 
@@ -193,6 +194,9 @@ class TestBounds:
         report = by_shards(golden, run, 2, JudgeOptions())
         assert [s.index for s in report.sequences] == [0, 5, 8]
         assert report.totals.verdicts == {"IDENTICAL": 7, "DIVERGED": 2}
+        assert "sequences are not shown" not in report_text(report)
+        monkeypatch.setattr("kdtr_cli.report.text.MAX_SEQUENCES", 2)
+        assert "7 more sequences are not shown; all together: 7 IDENTICAL, 2 DIVERGED" in report_text(report)
         assert report.totals.sequences == 9
 
     def test_findings_are_bounded_and_the_rest_is_counted(self, monkeypatch):

@@ -22,6 +22,10 @@ def environment(_):
     return {name: os.environ.get(name) for name in BLAS_VARIABLES}
 
 
+def blocked(_):
+    return signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
 def die(n):
     if n == 3:
         os._exit(1)
@@ -143,6 +147,14 @@ class TestProcesses:
                 "MKL_NUM_THREADS": "1",
             }
         assert "OPENBLAS_NUM_THREADS" not in os.environ
+
+    def test_workers_do_not_hear_what_a_terminal_sends_to_all_but_they_hear_their_parent(self):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        with open_executor(None, 1) as (pool, _):
+            heard_not = pool.submit(blocked, 0).result()
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+        assert {signal.SIGINT, signal.SIGHUP} <= heard_not
+        assert signal.SIGTERM not in heard_not
 
     def test_a_worker_that_dies_is_one_line_and_what_was_done_is_there(self):
         done = []

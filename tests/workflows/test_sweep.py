@@ -294,7 +294,14 @@ class TestRefusals:
         def exists(path):
             raise InputError(f"{path} exists")
 
-        assert publish_shard(copy, sweep, sweep.shards[0], exists) is None
+        assert publish_shard(copy, sweep, sweep.shards[0], None) is None
+        whole = (copy / "shard-000000.h5").rename(copy / "whole")
+
+        def meanwhile(path):
+            whole.rename(path)
+            exists(path)
+
+        assert publish_shard(copy, sweep, sweep.shards[0], meanwhile) is None
         shutil.copy(copy / "shard-000001.h5", copy / "shard-000000.h5")
         with pytest.raises(InputError, match="exists"):
             publish_shard(copy, sweep, sweep.shards[0], exists)
