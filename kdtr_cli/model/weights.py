@@ -117,6 +117,17 @@ class Weights:
         values.flags.writeable = False
         return values
 
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that make a weight: its own, or a quantised one's parts, the values first."""
+        return self._parts[self._own(name)]
+
+    def checked(self, name: str) -> dict[str, np.ndarray]:
+        """The stored tensors that make a weight, in the order of ``parts``; InputError as for its values."""
+        name = self._own(name)
+        if name not in self._checked:
+            self._load(name)
+        return {part: self._source.stored(part) for part in self._parts[name]}
+
     def stored(self, name: str) -> np.ndarray:
         """A stored tensor in its stored dtype (STORED_DTYPES), read-only; KeyError for a packed weight's own name."""
         return self._source.stored(self._own_stored(name))
