@@ -97,9 +97,11 @@ def test_cut_groups_and_blocks(to, tmp_path):
     assert diff(tmp_path / "g.h5", tmp_path / "r.h5").verdict is Verdict.IDENTICAL
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_draft_trees_over_a_quantised_target(name, tmp_path):
-    drafting = DraftOptions("ddtree", str(FIXTURES / "tiny-kimi-dflash"), 8, None)
+@pytest.mark.parametrize(
+    ("name", "drafter"), [*((name, str(FIXTURES / "tiny-kimi-dflash")) for name in NAMES), (NAMES[0], "ngram")]
+)
+def test_draft_trees_over_a_quantised_target(name, drafter, tmp_path):
+    drafting = DraftOptions("ddtree", drafter, 8, None)
     make_golden(GoldenOptions(str(FIXTURES / name), tmp_path / "g.h5", TEXTS, 8, drafting=drafting))
     make_run(RunOptions(tmp_path / "g.h5", tmp_path / "r.h5", device="cpu", mode="ddtree"))
     assert diff(tmp_path / "g.h5", tmp_path / "r.h5").verdict is Verdict.IDENTICAL
