@@ -112,7 +112,7 @@ class Weights:
         else:
             values = to_float32(parts[name]).view()
         if name not in self._checked:
-            _check_finite(name, values)
+            _check_finite(name, values.reshape(-1), values.shape)
             self._checked.add(name)
         values.flags.writeable = False
         return values
@@ -125,8 +125,22 @@ class Weights:
         """The stored tensors that make a weight, in the order of ``parts``; InputError as for its values."""
         name = self._own(name)
         if name not in self._checked:
-            self._load(name)
+            for _ in self._blocks(name):
+                pass
         return {part: self._source.stored(part) for part in self._parts[name]}
+
+    def _blocks(self, name: str) -> Iterator[np.ndarray]:
+        """The float32 values of a weight in order, checked; some at a time where they are stored by themselves."""
+        kept = self._cache is not None and name in self._cache
+        if kept or len(self._parts[name]) > 1:
+            yield self._cache[name] if kept else self._load(name)
+            return
+        flat = self._source.stored(name).reshape(-1)
+        for at in range(0, flat.size, _BLOCK):
+            values = to_float32(flat[at : at + _BLOCK])
+            _check_finite(name, values, self.shapes[name], at)
+            yield values
+        self._checked.add(name)
 
     def stored(self, name: str) -> np.ndarray:
         """A stored tensor in its stored dtype (STORED_DTYPES), read-only; KeyError for a packed weight's own name."""
@@ -145,16 +159,15 @@ class Weights:
         return self._source.sha256(self._own_stored(name))
 
     def used_sha256(self) -> str:
-        """SHA-256 over all names in sorted order of the values as used, one tensor in memory at a time.
+        """SHA-256 over all names in sorted order of the values as used, at most one tensor in memory at a time.
 
         A tensor adds the line 'NAME float32 D0,D1,…\\n' and its little-endian float32 bytes.
         """
         digest = hashlib.sha256()
         for name in self.names:
-            kept = self._cache is not None and name in self._cache
-            values = self._cache[name] if kept else self._load(name)
-            digest.update(f"{name} float32 {','.join(map(str, values.shape))}\n".encode())
-            digest.update(np.ascontiguousarray(values, dtype="<f4").data)
+            digest.update(f"{name} float32 {','.join(map(str, self.shapes[name]))}\n".encode())
+            for values in self._blocks(name):
+                digest.update(np.ascontiguousarray(values, dtype="<f4").data)
         return digest.hexdigest()
 
     def _alias(self, name: object) -> object:
@@ -181,13 +194,13 @@ def _check_array(name: str, array: np.ndarray, tensor: StoredTensor) -> None:
         raise InputError(f"tensor {name} has dtype {array.dtype}; kdtr takes {takes}")
 
 
-def _check_finite(name: str, values: np.ndarray) -> None:
-    flat = values.reshape(-1)
+def _check_finite(name: str, flat: np.ndarray, shape: tuple[int, ...], before: int = 0) -> None:
+    """Elements ``before``, … of a weight of this shape; InputError naming the first that is not finite."""
     for at in range(0, flat.size, _BLOCK):
         finite = np.isfinite(flat[at : at + _BLOCK])
         if not finite.all():
             first = at + int(np.argmin(finite))
-            where = ", ".join(str(int(i)) for i in np.unravel_index(first, values.shape))
+            where = ", ".join(str(int(i)) for i in np.unravel_index(before + first, shape))
             raise InputError(
                 f"tensor {name}[{where}] is {flat[first]}: a weight must be finite; the checkpoint is broken"
             )
