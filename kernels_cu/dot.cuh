@@ -24,13 +24,7 @@ template <bool VEC> __device__ __forceinline__ float4 load_quad(const float* p, 
 
 // The same of a row of weights in any form.
 template <bool VEC, class Row> __device__ __forceinline__ float4 stream_quad(const Row& w, int q, int k_size) {
-  if (VEC) return quad_of(w, q);
-  const int k = 4 * q;
-  float4 v = {weight_at(w, k), 0.f, 0.f, 0.f};
-  if (k + 1 < k_size) v.y = weight_at(w, k + 1);
-  if (k + 2 < k_size) v.z = weight_at(w, k + 2);
-  if (k + 3 < k_size) v.w = weight_at(w, k + 3);
-  return v;
+  return VEC ? quad_of(w, q) : guarded_quad(w, q, k_size);
 }
 
 __device__ __forceinline__ float add_products(float s, float4 a, float4 b) {

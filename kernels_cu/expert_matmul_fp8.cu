@@ -7,4 +7,5 @@
 FP8_EXPERT_MATMUL(expert_matmul_fp8_w1_m1_r4, 1, one_warp<1, 4, VEC>)
 FP8_EXPERT_MATMUL(expert_matmul_fp8_w1_m4_r2, 4, one_warp<4, 2, VEC>)
 FP8_EXPERT_MATMUL(expert_matmul_fp8_w4_m1_r2, 1, four_warps<1, 2, VEC, 1>)
+FP8_EXPERT_MATMUL(expert_matmul_fp8_w4_m1_r4, 1, four_warps<1, 4, VEC, 1>)
 FP8_EXPERT_MATMUL(expert_matmul_fp8_w4_m4_r4, 4, four_warps<4, 4, VEC, 1>)

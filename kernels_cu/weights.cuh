@@ -16,10 +16,11 @@
 // Elsewhere a quad is four guarded reads (weight_at). A row of Int4 begins on an int32, so on a quad, whatever k is; what
 // the nibbles after its last weight hold does not matter.
 //
-// A warp reads 32 quads side by side: 512 bytes of float, 64 of Int4. The loop of dot.cuh keeps several such reads of
-// several rows in flight. Wider reads of packed rows would need an exchange between lanes for every quad, because quad
-// q + 1 belongs to the next lane and q + 128 to this one: as many instructions as the narrow reads, and the arithmetic,
-// not the reads, is what limits these kernels (20 operations a quad of Int4 at one row of x, 24 of Fp8, 8 of float).
+// A warp reads 32 quads side by side: 512 bytes of float, 64 of Int4, in whole sectors of 32. The loop of dot.cuh keeps
+// several such reads of several rows in flight. A lane that read 16 bytes of a packed row would hold quads of eight other
+// lanes, for q + 1 belongs to the next lane and q + 128 to this one; giving them out takes at least a shuffle a quad, which
+// is what the narrow read costs. By count it is the arithmetic that limits packed weights: at one row of x 20 operations a
+// quad of Int4 and 28 of Fp8, for 2 and 4 bytes, against 8 of float for 16 (two reads a quad of a packed row beside them).
 #pragma once
 #include "common.cuh"
 
@@ -91,6 +92,27 @@ __device__ __forceinline__ float4 quad_of(const Fp8Row& r, int q) {
   const u32 v = stream((const u32*)r.w + q);
   const float s = r.scale[q >> r.shift];
   return {widen_e4m3(v) * s, widen_e4m3(v >> 8) * s, widen_e4m3(v >> 16) * s, widen_e4m3(v >> 24) * s};
+}
+
+// Where a quad can't be read as one; +0 past the end adds nothing.
+template <class T> __device__ __forceinline__ float4 guarded_quad(const T* row, int q, int k_size) {
+  const int k = 4 * q;
+  float4 v = {weight_at(row, k), 0.f, 0.f, 0.f};
+  if (k + 1 < k_size) v.y = weight_at(row, k + 1);
+  if (k + 2 < k_size) v.z = weight_at(row, k + 2);
+  if (k + 3 < k_size) v.w = weight_at(row, k + 3);
+  return v;
+}
+// Of packed rows one weight after the other: side by side their divisions would take the registers of the fast path (168
+// against 128 in the int4 experts of four rows), for the compiler gives a kernel as many as its greediest branch wants.
+template <class Row> __device__ __forceinline__ float4 guarded_quad(const Row& row, int q, int k_size) {
+  float4 v = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+  for (int i = 0; i < min(4, k_size - 4 * q); ++i) {
+    const float w = weight_at(row, 4 * q + i);
+    v = {i == 0 ? w : v.x, i == 1 ? w : v.y, i == 2 ? w : v.z, i == 3 ? w : v.w};
+  }
+  return v;
 }
 
 // ---- matrices: row(i); matrix(e, n), the e-th of several of n rows one after the other; and by_quads, whether quads may

@@ -26,7 +26,8 @@ _MATMULS = {
     "w4_m8_r4": (8, 4),
     "w4_m16_r4_g2": (16, 8),
 }
-_EXPERT_MATMULS = {"w1_m1_r4": 16, "w1_m4_r2": 8, "w4_m1_r2": 2, "w4_m4_r4": 4}
+_EXPERT_MATMULS = {"w1_m1_r4": 16, "w1_m4_r2": 8, "w4_m1_r2": 2, "w4_m1_r4": 4, "w4_m4_r4": 4}
+_PACKED_ONLY = ("w4_m1_r4",)  # of these
 
 _SCALES = {
     "int4": "in bf16 scale16?[{of}, n, groups]\nin f32 scale32?[{of}, n, groups]",
@@ -131,7 +132,12 @@ i32 n
 PRODUCTS = (
     *(_embed_kernel(form) for form in PLAIN),
     *(_matmul_kernel(form, variant) for form in FORMS for variant in _MATMULS),
-    *(_expert_kernel(form, variant) for form in FORMS for variant in _EXPERT_MATMULS),
+    *(
+        _expert_kernel(form, variant)
+        for form in FORMS
+        for variant in _EXPERT_MATMULS
+        if form not in PLAIN or variant not in _PACKED_ONLY
+    ),
 )
 
 
@@ -166,5 +172,8 @@ def matmuls(kind: str, rows: int, form: str) -> set[str]:
 
 def expert_matmul(kind: str, tile: int, form: str = "f32") -> str:
     """The kernel for expert tiles of at most this many rows."""
-    one, several = ("w1_m1_r4", "w1_m4_r2") if kind == "cpu" else ("w4_m1_r2", "w4_m4_r4")
-    return _named("expert_matmul", form, one if tile == 1 else several)
+    if kind == "cpu":
+        return _named("expert_matmul", form, "w1_m1_r4" if tile == 1 else "w1_m4_r2")
+    # a packed row is short: four of them in flight have the bytes of one or two rows of 16 bits
+    one = "w4_m1_r2" if form in PLAIN else "w4_m1_r4"
+    return _named("expert_matmul", form, one if tile == 1 else "w4_m4_r4")
