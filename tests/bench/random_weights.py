@@ -107,4 +107,4 @@ def float32_values(matrix: Matrix, item: int | None = None):
         scale = (part("scale16").astype(cp.uint32) << cp.uint32(16)).view(cp.float32)
         return (nibbles.astype(cp.float32) - cp.float32(8)) * cp.repeat(scale, GROUP, axis=1)[:, :k]
     scale = cp.repeat(cp.repeat(part("scale"), BLOCK, axis=0)[:n], BLOCK, axis=1)[:, :k]
-    return cp.asarray(_E4M3)[w] * scale
+    return cp.take(cp.asarray(_E4M3), w.astype(cp.int32)) * scale

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_matrices import quantised
 
 from kdtr_cli.engine import launch, transformer
 from kdtr_cli.engine.devices import open_device
@@ -17,6 +18,7 @@ from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.config import ModelConfig, parse_config
 from kdtr_cli.model.presets import PRESETS, new_weights
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt
+from kdtr_cli.model.quantisation import fp8_config, int4_config
 from kdtr_cli.model.safetensors_file import STORED_DTYPES
 from kdtr_cli.model.source import open_model
 from kdtr_cli.model.weights import Weights
@@ -121,6 +123,21 @@ def test_other_dtypes_and_several(device, dtypes):
     assert forms == ({"f32", "bf16", "f16"} if len(dtypes) > 1 else {dtypes[""].lower()})
     decoding = Decoding(3)
     check(device, config, placed, numpy_says(config, weights, decoding), decoding, 3)
+
+
+@pytest.mark.parametrize(
+    "quantisation", [int4_config(()), int4_config((), 12), fp8_config((9, 16)), fp8_config((128, 128))]
+)
+def test_every_projection_packed(device, quantisation):
+    # no width is a multiple of 8: words, groups and blocks end in the middle; int4 has lm_head too
+    weights = quantised("odd", quantisation, num_hidden_layers=2)
+    placed = upload_weights(device, weights.config, weights)
+    packed = "int4" if "config_groups" in quantisation else "fp8"
+    forms = {m.form for m in (*placed.matrices(), *placed.experts())}
+    assert forms == {packed, "f32", "bf16"}  # kv_b, and the router
+    assert placed.lm_head.form == ("int4" if packed == "int4" else "bf16")
+    decoding = Decoding(3)
+    check(device, weights.config, placed, numpy_says(weights.config, weights, decoding), decoding, 3)
 
 
 @pytest.mark.parametrize("tied", ["BF16", "F16"])
