@@ -1,14 +1,15 @@
 // dot.cuh: dot products in the contract's order (rules 3 and 4), the inner loop of every matrix product and score.
 //
-// Element k of a sum belongs to lane (k / 4) mod 128. Quad q = k / 4 is loaded as one float4; VEC says that every row
-// starts on 16 bytes and K is a multiple of 4, else a quad is four guarded loads (+0 past the end adds nothing).
+// Element k of a sum belongs to lane (k / 4) mod 128. Quad q = k / 4 is loaded as one; VEC says that every row of x starts
+// on 16 bytes, K is a multiple of 4 and rows of w can be read by quads (weights.cuh), else a quad is four guarded loads
+// (+0 past the end adds nothing).
 //
 //   warp_dots: one warp, four accumulators a lane           quads  0..31 -> accumulator 0, 32..63 -> 1, 64..95 -> 2, ...
 //   block_dots: four warps, one accumulator a lane          warp g is group g; partial sums meet in shared memory
 //
 // Both give (g0 + g1) + (g2 + g3) per block of 8192 elements, so a kernel chooses by speed alone.
 #pragma once
-#include "common.cuh"
+#include "weights.cuh"
 
 template <bool VEC> __device__ __forceinline__ float4 load_quad(const float* p, int q, int k_size) {
   if (VEC) return ((const float4*)p)[q];
@@ -21,14 +22,9 @@ template <bool VEC> __device__ __forceinline__ float4 load_quad(const float* p, 
   return v;
 }
 
-// Weights are read once: past the first-level cache where the device can.
-template <bool VEC> __device__ __forceinline__ float4 stream_quad(const float* p, int q, int k_size) {
-#ifdef KDTR_CPU
-  return load_quad<VEC>(p, q, k_size);
-#else
-  if (VEC) return __ldcs((const float4*)p + q);
-  return load_quad<false>(p, q, k_size);
-#endif
+// The same of a row of weights in any form.
+template <bool VEC, class Row> __device__ __forceinline__ float4 stream_quad(const Row& w, int q, int k_size) {
+  return VEC ? quad_of(w, q) : guarded_quad(w, q, k_size);
 }
 
 __device__ __forceinline__ float add_products(float s, float4 a, float4 b) {
@@ -40,8 +36,8 @@ __device__ __forceinline__ float add_products(float s, float4 a, float4 b) {
 
 // Dots of R rows w and M rows x over k_size elements, dot i = r * M + m, by one warp. With D = R * M dots, a power of
 // two, and d = min(D, 8): lane l gets dot b * 8 + l * d / 32 in total[b].
-template <int M, int R, bool VEC>
-__device__ __forceinline__ void warp_dots(const float* const (&w)[R], const float* const (&x)[M], int k_size,
+template <int M, int R, bool VEC, class Row>
+__device__ __forceinline__ void warp_dots(const Row (&w)[R], const float* const (&x)[M], int k_size,
                                           float (&total)[(R * M + 7) / 8]) {
   constexpr int D = R * M, B = (D + 7) / 8, LANES = 32 / (4 * (D < 8 ? D : 8));  // lanes that hold one folded value
   const int lane = threadIdx.x & 31, quads = (k_size + 3) / 4;
@@ -82,8 +78,8 @@ __device__ __forceinline__ void warp_dots(const float* const (&w)[R], const floa
 
 // The same by 128 threads t, R * M <= 128 dots; thread i gets dot i. `part` is shared memory of these 128 threads; all
 // threads of the block must call this together.
-template <int M, int R, bool VEC>
-__device__ __forceinline__ float block_dots(int t, const float* const (&w)[R], const float* const (&x)[M], int k_size,
+template <int M, int R, bool VEC, class Row>
+__device__ __forceinline__ float block_dots(int t, const Row (&w)[R], const float* const (&x)[M], int k_size,
                                             float (&part)[R * M][4]) {
   constexpr int D = R * M, B = (D + 31) / 32, n = D < 32 ? D : 32;
   const int quads = (k_size + 3) / 4, lane = t & 31;
@@ -93,7 +89,7 @@ __device__ __forceinline__ float block_dots(int t, const float* const (&w)[R], c
     float a[D];
 #pragma unroll
     for (int i = 0; i < D; ++i) a[i] = 0.f;
-#pragma unroll 4
+#pragma unroll(VEC ? 4 : 1)  // guarded loads are slow anyway, and code of that size takes long to compile
     for (int q = first + t; q < end; q += 128) {
       float4 wq[R];
 #pragma unroll

@@ -8,8 +8,8 @@
 // four at n = 7168, k = 18432 on an H200).
 #include "matmul.cuh"
 
-MATMUL(matmul_w4_m1_r1, 1, 1, four_warps<1, 1, VEC, 1>)
-MATMUL(matmul_w4_m1_r4, 1, 1, four_warps<1, 4, VEC, 1>)
-MATMUL(matmul_w4_m4_r4, 1, 4, four_warps<4, 4, VEC, 1>)
-MATMUL(matmul_w4_m8_r4, 1, 8, four_warps<8, 4, VEC, 1>)
-MATMUL(matmul_w4_m16_r4_g2, 2, 16, four_warps<16, 4, VEC, 2>)
+MATMUL(matmul_w4_m1_r1, float, 1, 1, four_warps<1, 1, VEC, 1>)
+MATMUL(matmul_w4_m1_r4, float, 1, 1, four_warps<1, 4, VEC, 1>)
+MATMUL(matmul_w4_m4_r4, float, 1, 4, four_warps<4, 4, VEC, 1>)
+MATMUL(matmul_w4_m8_r4, float, 1, 8, four_warps<8, 4, VEC, 1>)
+MATMUL(matmul_w4_m16_r4_g2, float, 2, 16, four_warps<16, 4, VEC, 2>)

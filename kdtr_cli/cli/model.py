@@ -32,28 +32,51 @@ def model() -> None:
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The folder to make.")
 @click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**64 - 1), help="Seed of the weights.")
 @click.option("--layers", type=click.IntRange(1), help="Of a model of real shape: the first layers only.")
+@click.option(
+    "--dense-layers",
+    "dense",
+    type=click.IntRange(0),
+    help="Of a model of real shape: how many dense layers.",
+)
 @click.option("--experts", type=click.IntRange(1), help="Of a model of real shape: so many routed experts a layer.")
 @click.option(
     "--dtype",
     default="published",
     show_default=True,
     type=click.Choice(DTYPES),
-    help="Quantised as published, or bf16.",
+    help="Quantised as published, as Kimi's (int4) or DeepSeek's (fp8) checkpoints are, or not at all (bf16).",
 )
 @click.option("--force", is_flag=True, help="Replace a folder that kdtr made.")
-def new(preset: str, output: Path, seed: int, layers: int | None, experts: int | None, dtype: str, force: bool) -> None:
+def new(
+    preset: str,
+    output: Path,
+    seed: int,
+    layers: int | None,
+    dense: int | None,
+    experts: int | None,
+    dtype: str,
+    force: bool,
+) -> None:
     """Write PRESET with random weights as a Hugging Face folder.
 
     The same seed gives the same bytes on every machine. The folder appears complete or not at all. Presets of real
-    shape (kimi-k2.6, deepseek-v3, ...) are cut to size with --layers and --experts.
+    shape (kimi-k2.6, deepseek-v3, ...) are cut to size with --layers, --dense-layers and --experts, and quantised
+    while they are written: a few million values are in memory at a time.
     """
     if preset in PUBLISHED:
-        obj = cut(preset, layers, experts, dtype)
+        obj = cut(preset, layers, experts, dtype, dense)
         with console.progress() as bar:
             task = bar.add_task(preset, total=None)
             write_published(output, obj, seed, force, lambda n, of: bar.update(task, completed=n, total=of))
-    elif layers is not None or experts is not None:
-        raise InputError(f"--layers and --experts cut presets of real shape ({', '.join(PUBLISHED)}), not {preset}")
+    elif any(option is not None for option in (layers, dense, experts)):
+        raise InputError(
+            f"--layers, --dense-layers and --experts cut presets of real shape ({', '.join(PUBLISHED)}), not {preset}"
+        )
+    elif dtype in FORMATS and dtype != "bf16":
+        raise InputError(
+            f"--dtype {dtype} is for presets of real shape ({', '.join(PUBLISHED)}); write {preset} and give it to "
+            f"'kdtr model quantize DIR --to {dtype}'"
+        )
     else:
         write_model(output, preset, seed, force)
     console.results().print(f"{output}: {preset} with weights from seed {seed}")

@@ -6,8 +6,9 @@ import numpy as np
 
 from kdtr_cli.engine.devices import Device, DeviceArray
 from kdtr_cli.engine.drafters import RoundState, Sequence
-from kdtr_cli.engine.kernels import CHUNK, SEGMENT
+from kdtr_cli.engine.kernels import CHUNK, SEGMENT, matmuls
 from kdtr_cli.engine.kernels_ddtree import PART
+from kdtr_cli.engine.matrices import Matrix
 from kdtr_cli.engine.transformer import Rows, Transformer
 from kdtr_cli.model.dflash import Drafter, draft_rope_table
 
@@ -19,13 +20,13 @@ class _Layer:
     """One draft layer, float32: H hidden, Q = heads * head_dim, E = kv heads * head_dim, F MLP width."""
 
     input_norm: DeviceArray  #: [H]
-    qkv: DeviceArray  #: [Q + 2 E, H]: q over k over v
+    qkv: Matrix  #: [Q + 2 E, H]: q over k over v
     q_norm: DeviceArray  #: [head_dim]
     k_norm: DeviceArray  #: [head_dim]
-    o: DeviceArray  #: [H, Q]
+    o: Matrix  #: [H, Q]
     post_norm: DeviceArray  #: [H]
-    gate_up: DeviceArray  #: [2 F, H]
-    down: DeviceArray  #: [H, F]
+    gate_up: Matrix  #: [2 F, H]
+    down: Matrix  #: [H, F]
 
 
 class DFlashDrafter:
@@ -37,7 +38,7 @@ class DFlashDrafter:
         c = drafter.config
         self.device, self.target, self.config = device, target, c
         self.batch, self.horizon, self.k, self.verify_rows = batch, horizon, k, verify_rows
-        self.launch = target.launch  # the products and norms are the target's, and loaded
+        self.launch = target.launch
         self.capacity = target.capacity
         self.chunks = -(-self.capacity // CHUNK)
         self.kv_width = c.num_key_value_heads * c.head_dim
@@ -51,9 +52,12 @@ class DFlashDrafter:
         def up(name: str, *tensors: str) -> DeviceArray:
             return self.device.upload(f"draft.{name}", np.concatenate([w[t] for t in tensors]))
 
+        def matrix(name: str, *tensors: str) -> Matrix:
+            return Matrix.plain("f32", up(name, *tensors))
+
         cos, sin = draft_rope_table(c, min(self.capacity, c.max_position_embeddings + c.block_size))
         self.cos, self.sin = self.device.upload("draft.cos", cos), self.device.upload("draft.sin", sin)
-        self.fc, self.hidden_norm = up("fc", "fc.weight"), up("hidden_norm", "hidden_norm.weight")
+        self.fc, self.hidden_norm = matrix("fc", "fc.weight"), up("hidden_norm", "hidden_norm.weight")
         self.norm = up("norm", "norm.weight")
         self.layers = []
         for i in range(c.num_hidden_layers):
@@ -62,13 +66,13 @@ class DFlashDrafter:
             qkv = (f"{a}.q_proj.weight", f"{a}.k_proj.weight", f"{a}.v_proj.weight")
             layer = _Layer(
                 input_norm=up(f"{i}.input_norm", f"{p}.input_layernorm.weight"),
-                qkv=up(f"{i}.qkv", *qkv),
+                qkv=matrix(f"{i}.qkv", *qkv),
                 q_norm=up(f"{i}.q_norm", f"{a}.q_norm.weight"),
                 k_norm=up(f"{i}.k_norm", f"{a}.k_norm.weight"),
-                o=up(f"{i}.o", f"{a}.o_proj.weight"),
+                o=matrix(f"{i}.o", f"{a}.o_proj.weight"),
                 post_norm=up(f"{i}.post_norm", f"{p}.post_attention_layernorm.weight"),
-                gate_up=up(f"{i}.gate_up", f"{m}.gate_proj.weight", f"{m}.up_proj.weight"),
-                down=up(f"{i}.down", f"{m}.down_proj.weight"),
+                gate_up=matrix(f"{i}.gate_up", f"{m}.gate_proj.weight", f"{m}.up_proj.weight"),
+                down=matrix(f"{i}.down", f"{m}.down_proj.weight"),
             )
             self.layers.append(layer)
 
@@ -122,6 +126,9 @@ class DFlashDrafter:
 
     def load(self) -> None:
         """Compile and load the drafter's own kernels: a capture can load nothing."""
+        # drafter and target may store their weights in different forms
+        most = max(self.batch * (self.horizon + 1), self.target.rows)
+        self.launch.load(sorted(matmuls(self.device.kind, most, "f32")))
         names = ["tap_rows", "gather_rows", "draft_qkv", "draft_rows", "topk_parts", "topk_final"]
         self.launch.load(names)
 
@@ -154,8 +161,7 @@ class DFlashDrafter:
         launch.matmul(features, self.fc, self.context, rows)
         launch.norm(self.context, self.hidden_norm, self.context, rows, c.rms_norm_eps)
         for layer, cache in zip(self.layers, self.caches, strict=True):
-            hidden = c.hidden_size
-            kv = layer.qkv.view(self.q_width * hidden, (2 * self.kv_width, hidden))
+            kv = layer.qkv.rows(self.q_width, 2 * self.kv_width)
             launch.matmul(self.context, kv, self.context_kv, rows)
             self._qkv(layer, cache, self.context_kv, None, rows, positions, slots)
 
@@ -232,7 +238,7 @@ class DFlashDrafter:
             block=block,
             mask_id=c.mask_token_id,
         )
-        launch("embed", ids=self.tokens, table=target.weights.embed, x=self.hidden, rows=rows, n=c.hidden_size)
+        launch.embed(self.tokens, target.weights.embed, self.hidden, rows)
         for layer, cache in zip(self.layers, self.caches, strict=True):
             launch.norm(self.hidden, layer.input_norm, self.normed, rows, c.rms_norm_eps)
             launch.matmul(self.normed, layer.qkv, self.qkv, rows)

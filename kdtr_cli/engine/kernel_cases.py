@@ -10,22 +10,14 @@ from typing import Any
 import numpy as np
 
 from kdtr_cli.engine import kernel_cases_attention as attention
-from kdtr_cli.engine import kernel_cases_products as products
 from kdtr_cli.engine.kernel_case import Case, Maker, normal, poison
 from kdtr_cli.engine.kernel_cases_ddtree import DDTREE_CASES
+from kdtr_cli.engine.kernel_cases_products import PRODUCT_CASES, expert_matmul
 from kdtr_cli.engine.kernels import KERNELS, SPAN
 
 __all__ = ["Case", "cases"]
 
 f32, i32 = np.float32, np.int32
-
-
-def _embed(rng: np.random.Generator) -> Iterator[Case]:
-    for rows, vocab, n in ((1, 5, 1), (3, 257, 75), (9, 64, 128), (2, 7, 300)):
-        ids = rng.integers(0, vocab, rows).astype(i32)
-        ids[0], ids[-1] = vocab - 1, 0
-        values = {"ids": ids, "table": normal(rng, vocab, n), "x": poison(rows, n), "rows": rows, "n": n}
-        yield Case(f"{rows}x{n} of {vocab}", values)
 
 
 def _rmsnorm(rng: np.random.Generator) -> Iterator[Case]:
@@ -234,9 +226,7 @@ def _nonfinite(rng: np.random.Generator) -> Iterator[Case]:
 
 
 _MAKERS: dict[str, Maker] = {
-    "embed": _embed,
     "rmsnorm": _rmsnorm,
-    "matmul": products.matmul,
     "rope_query": _rope_query,
     "kv_append": _kv_append,
     "attn_scores": attention.attn_scores,
@@ -244,11 +234,11 @@ _MAKERS: dict[str, Maker] = {
     "attn_combine": attention.attn_combine,
     "swiglu": _swiglu,
     "router": _router,
-    "group_experts": products.group_experts,
     "combine": _combine,
     "sample_parts": _sample_parts,
     "sample_final": _sample_final,
     "nonfinite": _nonfinite,
+    **PRODUCT_CASES,
     **DDTREE_CASES,
 }
 
@@ -256,6 +246,8 @@ _MAKERS: dict[str, Maker] = {
 def cases(name: str, seed: int = 0) -> Iterator[Case]:
     """The test cases of a kernel; the same for the same seed."""
     rng = np.random.default_rng(seed)
-    if name.startswith("expert_matmul"):
-        return products.expert_matmul(rng, 1 if "_m1_" in name else 4)
-    return _MAKERS[KERNELS[name].twin](rng)
+    twin = KERNELS[name].twin
+    if twin.startswith("expert_matmul"):
+        form = twin.removeprefix("expert_matmul").removeprefix("_") or "f32"
+        return expert_matmul(rng, form, 1 if "_m1_" in name else 4)
+    return _MAKERS[twin](rng)

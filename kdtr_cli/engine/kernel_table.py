@@ -10,7 +10,11 @@ __all__ = ["DTYPES", "Arg", "Dims", "Grid", "Kernel", "args", "up"]
 
 DTYPES = {
     "f32": np.dtype(np.float32),
+    "bf16": np.dtype(np.uint16),  # their bits: NumPy has no bfloat16 of its own
+    "f16": np.dtype(np.uint16),
     "f64": np.dtype(np.float64),
+    "u8": np.dtype(np.uint8),
+    "u16": np.dtype(np.uint16),
     "i32": np.dtype(np.int32),
     "i64": np.dtype(np.int64),
     "u32": np.dtype(np.uint32),

@@ -9,17 +9,22 @@ from typing import Any
 
 from kdtr_cli.engine.kernel_table import DTYPES, Arg, Dims, Kernel, args, up
 from kdtr_cli.engine.kernels_ddtree import DDTREE
+from kdtr_cli.engine.kernels_products import FORMS, PLAIN, PRODUCTS, embed, expert_matmul, matmul, matmuls
 
 __all__ = [
     "CHUNK",
     "DTYPES",
+    "FORMS",
     "KERNELS",
+    "PLAIN",
     "SEGMENT",
     "SPAN",
     "Arg",
     "Kernel",
+    "embed",
     "expert_matmul",
     "matmul",
+    "matmuls",
     "most_tiles",
     "sources",
 ]
@@ -28,58 +33,6 @@ CHUNK = 256  # positions of an attention chunk (rule 10; attention.cuh)
 SEGMENT = 32  # positions whose scores one block makes (attention.cuh)
 SPAN = 2048  # logits of one part of the token choice (sample.cu)
 _HEADS = 8  # heads of a block that share a key (attention.cuh)
-
-_MATMUL_ARGS = args("""
-in f32 x[rows, x_row]
-in f32 w[heads, n, k]
-in f32 bias?[n]
-in f32 residual?[rows, y_row]
-out f32 y[rows, y_row]
-i32 rows
-i32 n
-i32 k
-i64 x_row
-i64 y_row
-i64 x_head
-i64 w_head
-i64 y_head
-""")
-_EXPERT_ARGS = args("""
-in f32 x[x_rows, k]
-in f32 w[experts, n, k]
-in i32 items[item_count]
-in i32 tiles[tile_places, 3]
-in i32 tile_count[1]
-out f32 y[item_count, n]
-i32 n
-i32 k
-i32 items_a_row
-""")
-
-
-def _matmul_kernel(name: str, file: str, rows: int, outputs: int, teams: int = 1) -> Kernel:
-    return Kernel(
-        name,
-        file,
-        _MATMUL_ARGS,
-        lambda d: (up(d["n"], outputs * teams), up(d["rows"], rows), d["heads"]),
-        "matmul",
-        block=(128, teams, 1),
-        bytes=lambda d: 4 * d["heads"] * (d["n"] * d["k"] + d["rows"] * (d["n"] + d["k"])),
-        flops=lambda d: 2 * d["heads"] * d["rows"] * d["n"] * d["k"],
-    )
-
-
-def _expert_kernel(name: str, outputs: int) -> Kernel:
-    return Kernel(
-        name,
-        "expert_matmul.cu",
-        _EXPERT_ARGS,
-        lambda d: (up(d["n"], outputs), d["tile_places"], 1),
-        "expert_matmul",
-        bytes=lambda d: 4 * (d["touched"] * d["n"] * d["k"] + d["item_count"] * (d["n"] + d["k"])),
-        flops=lambda d: 2 * d["item_count"] * d["n"] * d["k"],
-    )
 
 
 def _elements(name: str, file: str, text: str, size: str, **more: Any) -> Kernel:
@@ -93,18 +46,6 @@ def _head_blocks(d: Dims) -> int:
 
 
 _TABLE = (
-    _elements(
-        "embed",
-        "embed.cu",
-        """
-        in i32 ids[rows]
-        in f32 table[vocab, n]
-        out f32 x[rows, n]
-        i32 n
-        """,
-        "n",
-        bytes=lambda d: 8 * d["rows"] * d["n"],
-    ),
     Kernel(
         "rmsnorm",
         "rmsnorm.cu",
@@ -122,15 +63,6 @@ _TABLE = (
         bytes=lambda d: 4 * d["n"] * (2 * d["rows"] + 1),
         flops=lambda d: 4 * d["rows"] * d["n"],
     ),
-    # matmul_wW_mM_rR_gG: W warps a dot product, M rows of x and R rows of w at a time, G teams
-    _matmul_kernel("matmul_w1_m1_r4", "matmul_warp.cu", 1, 16),
-    _matmul_kernel("matmul_w1_m4_r2", "matmul_warp.cu", 4, 8),
-    _matmul_kernel("matmul_w1_m16_r1", "matmul_warp.cu", 16, 4),
-    _matmul_kernel("matmul_w4_m1_r1", "matmul_block.cu", 1, 1),
-    _matmul_kernel("matmul_w4_m1_r4", "matmul_block.cu", 1, 4),
-    _matmul_kernel("matmul_w4_m4_r4", "matmul_block.cu", 4, 4),
-    _matmul_kernel("matmul_w4_m8_r4", "matmul_block.cu", 8, 4),
-    _matmul_kernel("matmul_w4_m16_r4_g2", "matmul_block.cu", 16, 4, teams=2),
     Kernel(
         "rope_query",
         "rope_query.cu",
@@ -305,10 +237,6 @@ _TABLE = (
         shared=lambda d: 12 * d["experts"],
         bytes=lambda d: 8 * d["item_count"],
     ),
-    _expert_kernel("expert_matmul_w1_m1_r4", 16),
-    _expert_kernel("expert_matmul_w1_m4_r2", 8),
-    _expert_kernel("expert_matmul_w4_m1_r2", 2),
-    _expert_kernel("expert_matmul_w4_m4_r4", 4),
     _elements(
         "combine",
         "combine.cu",
@@ -376,35 +304,12 @@ _TABLE = (
 )
 
 #: name → kernel
-KERNELS: dict[str, Kernel] = {k.name: k for k in (*_TABLE, *DDTREE)}
+KERNELS: dict[str, Kernel] = {k.name: k for k in (*_TABLE, *PRODUCTS, *DDTREE)}
 
 
 def sources() -> tuple[str, ...]:
     """Every .cu file of the table, once, in table order."""
     return tuple(dict.fromkeys(k.file for k in KERNELS.values()))
-
-
-def matmul(kind: str, rows: int, n: int, k: int) -> str:
-    """The kernel for a matrix product of this size on a device of this kind; the bits are the same for all."""
-    if kind == "cpu":
-        # the cost is one collective a warp (14 ns a lane), so as many results as fit share it
-        return "matmul_w1_m1_r4" if rows == 1 else "matmul_w1_m4_r2" if rows <= 4 else "matmul_w1_m16_r1"
-    if k <= 128:
-        # one warp holds all the quads: three of four would idle
-        return "matmul_w1_m1_r4" if rows == 1 else "matmul_w1_m4_r2" if rows <= 4 else "matmul_w1_m16_r1"
-    # measured on an H200 (docs/log.md): few outputs want one a team; 16 rows want two teams on a wide matrix
-    if rows == 1:
-        return "matmul_w4_m1_r1" if n < 4096 else "matmul_w4_m1_r4"
-    if rows <= 4:
-        return "matmul_w4_m4_r4"
-    return "matmul_w4_m8_r4" if rows <= 8 or n < 4096 else "matmul_w4_m16_r4_g2"
-
-
-def expert_matmul(kind: str, tile: int) -> str:
-    """The kernel for expert tiles of at most this many rows."""
-    if kind == "cpu":
-        return "expert_matmul_w1_m1_r4" if tile == 1 else "expert_matmul_w1_m4_r2"
-    return "expert_matmul_w4_m1_r2" if tile == 1 else "expert_matmul_w4_m4_r4"
 
 
 def most_tiles(items: int, experts: int, tile: int) -> int:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from kdtr_cli.engine.devices import Device, DeviceArray
-from kdtr_cli.engine.kernels import DTYPES, KERNELS, matmul
+from kdtr_cli.engine.kernels import DTYPES, KERNELS, embed, matmul
+from kdtr_cli.engine.matrices import Matrix
 
 __all__ = ["Launcher"]
 
@@ -41,10 +42,14 @@ class Launcher:
             args.append(value)
         self.device.launch(self._loaded[name], kernel.grid(values), kernel.block, args, kernel.shared(values))
 
+    def embed(self, ids: DeviceArray, table: Matrix, x: DeviceArray, rows: int) -> None:
+        """x = table[ids], for a table [vocab, n]."""
+        self(embed(table.form), ids=ids, table=table.w, x=x, rows=rows, n=table.shape[1])
+
     def matmul(
         self,
         x: DeviceArray,
-        w: DeviceArray,
+        w: Matrix,
         y: DeviceArray,
         rows: int,
         *,
@@ -59,9 +64,9 @@ class Launcher:
         """y = x w^T (+ bias) (+ residual) for w [n, k], or [heads, n, k] with a step between heads in x and y."""
         n, k = w.shape[-2:]
         self(
-            matmul(self.device.kind, rows, n, k),
+            matmul(self.device.kind, rows, n, k, w.form),
             x=x,
-            w=w,
+            **w.arguments,
             bias=bias,
             residual=residual,
             y=y,

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kdtr_cli.engine.devices import Device, DeviceArray
-from kdtr_cli.engine.kernels import CHUNK, KERNELS, SEGMENT, SPAN, expert_matmul, matmul, most_tiles
+from kdtr_cli.engine.kernels import CHUNK, KERNELS, SEGMENT, SPAN, embed, expert_matmul, matmuls, most_tiles
 from kdtr_cli.engine.kernels_ddtree import DDTREE
 from kdtr_cli.engine.launch import Launcher
+from kdtr_cli.engine.matrices import Matrix
 from kdtr_cli.engine.weights import DeviceWeights, LayerWeights
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.choices import Choices
@@ -102,12 +103,11 @@ class Transformer:
         """The kernels that a pass of this model may launch."""
         kind = self.device.kind
         drafts = {k.name for k in DDTREE}
-        names = [n for n in KERNELS if n not in drafts and not n.startswith(("matmul_", "expert_matmul_"))]
-        names += {
-            matmul(kind, rows, n, k) for rows in range(1, self.rows + 1) for n in (1, 1 << 20) for k in (1, 1 << 20)
-        }
-        if self.config.n_routed_experts:
-            names += {expert_matmul(kind, tile) for tile in (1, 4)}
+        names = {n for n in KERNELS if n not in drafts and not n.startswith(("matmul_", "expert_matmul_", "embed"))}
+        names |= {embed(self.weights.embed.form)}
+        for form in {m.form for m in self.weights.matrices()}:
+            names |= matmuls(kind, self.rows, form)
+        names |= {expert_matmul(kind, tile, m.form) for m in self.weights.experts() for tile in (1, 4)}
         return sorted(names)
 
     def _allocate(self) -> None:
@@ -255,10 +255,11 @@ class Transformer:
         self.launch("group_experts", ids=ids, item_count=items, experts=experts, tile=tile, **lists)
         most = most_tiles(items, experts, tile)
 
-        def product(x: DeviceArray, w: DeviceArray, y: DeviceArray, items_a_row: int) -> None:
+        def product(x: DeviceArray, w: Matrix, y: DeviceArray, items_a_row: int) -> None:
             n, k = w.shape[1:]
-            kernel = expert_matmul(self.device.kind, tile)
-            self.launch(kernel, x=x, w=w, y=y, n=n, k=k, items_a_row=items_a_row, tile_places=most, **lists)
+            kernel = expert_matmul(self.device.kind, tile, w.form)
+            size = {"n": n, "k": k, "items_a_row": items_a_row, "tile_places": most}
+            self.launch(kernel, x=x, y=y, **w.arguments, **size, **lists)
 
         product(self.normed, layer.experts_gate_up, self.items_gate_up, slots)
         self.launch("swiglu", gate_up=self.items_gate_up, h=self.items_hidden, rows=items, n=each)
@@ -289,7 +290,7 @@ class Transformer:
         """
         c, m = self.config, rows.tokens.size
         chunks = min(self.chunks, -(-positions // CHUNK))
-        self.launch("embed", ids=rows.tokens, table=self.weights.embed, x=self.hidden, rows=m, n=c.hidden_size)
+        self.launch.embed(rows.tokens, self.weights.embed, self.hidden, m)
         observe("embed", self.hidden)
         for i, layer in enumerate(self.weights.layers):
             name = f"model.layers.{i}"

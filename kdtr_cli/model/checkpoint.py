@@ -34,7 +34,9 @@ Found = dict[str, tuple[SafetensorsFile, Region]]
 def to_float32(stored: np.ndarray) -> np.ndarray:
     """The float32 values of a bf16, fp16 or fp32 array, exactly (numerics.md rule 7); C-contiguous."""
     if stored.dtype == DTYPES["BF16"]:
-        return (np.ascontiguousarray(stored).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        bits = np.ascontiguousarray(stored).view(np.uint16).astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
     return np.ascontiguousarray(stored, dtype=np.float32)
 
 

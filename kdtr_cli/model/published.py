@@ -21,9 +21,17 @@ from kdtr_cli.model.quantisation import fp8_config, int4_config
 from kdtr_cli.model.safetensors_file import STORED_DTYPES
 from kdtr_cli.model.tensors import expected_tensors
 
-__all__ = ["DTYPES", "EXPERTS_ONLY", "EXPERTS_ONLY_K26", "PUBLISHED", "cut", "write_published"]
+__all__ = [
+    "DTYPES",
+    "EXPERTS_ONLY",
+    "EXPERTS_ONLY_K26",
+    "PUBLISHED",
+    "cut",
+    "published_quantisation",
+    "write_published",
+]
 
-DTYPES = ("published", "bf16")
+DTYPES = ("published", "bf16", "int4", "fp8")
 #: what leaves the routed experts alone to be quantised, as Kimi-K2-Thinking and K2.5 spell it, and as K2.6 does
 EXPERTS_ONLY = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*")
 EXPERTS_ONLY_K26 = (*EXPERTS_ONLY[1:], "re:.*lm_head.*", "re:vision_tower.*", "re:mm_projector.*")
@@ -180,16 +188,33 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def cut(name: str, layers: int | None = None, experts: int | None = None, dtype: str = "published") -> dict[str, Any]:
+def published_quantisation(method: str, nested: bool) -> dict[str, Any]:
+    """The quantization_config that published checkpoints have: 'int4' Kimi's, K2.6's if nested, 'fp8' DeepSeek-V3's."""
+    return fp8_config() if method == "fp8" else int4_config(EXPERTS_ONLY_K26 if nested else EXPERTS_ONLY)
+
+
+def cut(
+    name: str,
+    layers: int | None = None,
+    experts: int | None = None,
+    dtype: str = "published",
+    dense: int | None = None,
+) -> dict[str, Any]:
     """The config.json of a published model with its first ``layers`` layers and ``experts`` routed experts a layer.
 
-    The dense layers at the start stay as they are, so there must be more layers than those; groups stay, and must have
-    room for the experts of a token. dtype 'bf16' takes quantization_config out. InputError names the option.
+    The dense layers at the start stay as they are, or their first ``dense``, so there must be more layers than those;
+    groups stay, and must have room for the experts of a token. dtype 'bf16' takes quantization_config out, 'int4' and
+    'fp8' put that of published checkpoints in its place. InputError names the option.
     """
     if name not in PUBLISHED:
         raise InputError(f"{name}: no such preset of real shape; there are {', '.join(PUBLISHED)}")
     obj = copy.deepcopy(PUBLISHED[name])
     text = obj.get("text_config", obj)
+    if dense is not None:
+        most = text["first_k_dense_replace"]
+        if not 0 <= dense <= most:
+            raise InputError(f"--dense-layers {dense}: {name} has {most} at its start; allowed: 0 to {most}")
+        text["first_k_dense_replace"] = dense
     if layers is not None:
         dense, most = text["first_k_dense_replace"], text["num_hidden_layers"]
         if not dense < layers <= most:
@@ -209,8 +234,10 @@ def cut(name: str, layers: int | None = None, experts: int | None = None, dtype:
                 f"token from {kept}; allowed: {least} to {most}{multiples}"
             )
         text["n_routed_experts"] = experts
-    if dtype == "bf16":
+    if dtype != "published":
         text.pop("quantization_config", None)
+    if dtype in ("int4", "fp8"):
+        text["quantization_config"] = published_quantisation(dtype, nested="text_config" in obj)
     return obj
 
 

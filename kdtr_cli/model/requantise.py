@@ -13,8 +13,7 @@ from kdtr_cli.model.config import ModelConfig, parse_config
 from kdtr_cli.model.encode import plan_tensors, write_tensors
 from kdtr_cli.model.fields import parse_json
 from kdtr_cli.model.folder import TOKENIZER_FILES, check_place, new_folder, write_synced
-from kdtr_cli.model.published import EXPERTS_ONLY, EXPERTS_ONLY_K26
-from kdtr_cli.model.quantisation import fp8_config, int4_config
+from kdtr_cli.model.published import published_quantisation
 from kdtr_cli.model.source import open_model
 
 __all__ = ["FORMATS", "quantise_model"]
@@ -88,7 +87,5 @@ def _target_config(obj: dict[str, Any], to: str) -> dict[str, Any]:
                 if table.get(key) is not None:
                     table[key] = "bfloat16"
     else:
-        inner[_QUANTISATION] = (
-            fp8_config() if to == "fp8" else int4_config(EXPERTS_ONLY_K26 if nested else EXPERTS_ONLY)
-        )
+        inner[_QUANTISATION] = published_quantisation(to, nested)
     return out

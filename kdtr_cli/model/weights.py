@@ -189,6 +189,20 @@ class Weights:
         self.known_digests = Digests({name: digest.hexdigest() for name, digest in stored.items()}, used.hexdigest())
         return self.known_digests
 
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Names of the stored tensors that make a weight: its own, or a quantised one's parts, the values first."""
+        return self._parts[self._own(name)]
+
+    def checked(self, name: str) -> dict[str, np.ndarray]:
+        """The stored tensors that make a weight, in the order of ``parts``; InputError as for its values."""
+        name = self._own(name)
+        step = block_rows(self.shapes[name])
+        for first in range(0, self.shapes[name][0], step):
+            last = min(first + step, self.shapes[name][0])
+            if not self._checked & {(name, first, last), (name, 0, self.shapes[name][0])}:
+                self.rows(name, first, last)
+        return {part: self._source.stored(part) for part in self._parts[name]}
+
     def stored(self, name: str) -> np.ndarray:
         """A stored tensor in its stored dtype (STORED_DTYPES), read-only; KeyError for a packed weight's own name."""
         return self._source.stored(self._own_stored(name))

@@ -12,6 +12,7 @@ from kdtr_cli.reference.attention import CHUNK, rotate
 from kdtr_cli.reference.sampling import gumbel
 from kdtr_cli.reference.transformer import route
 from kdtr_cli.reference.twins_ddtree import DDTREE_TWINS
+from kdtr_cli.reference.twins_products import PRODUCT_TWINS
 
 __all__ = ["TWINS"]
 
@@ -19,35 +20,8 @@ f32 = np.float32
 SEGMENT = 32  # positions of one maximum (attention.cuh)
 
 
-def embed(ids, table, x, n, **_):
-    x[:] = table[ids]
-
-
 def rmsnorm(x, weight, y, n, eps, **_):
     y[:, :n] = arith.rms_norm(x[:, :n], weight, eps)
-
-
-def matmul(x, w, bias, residual, y, rows, n, k, x_row, y_row, x_head, y_head, heads, **_):
-    flat_x, flat_y = x.reshape(-1), y.reshape(-1)
-    for h in range(heads):
-        out = arith.linear(_rows(flat_x, h * x_head, rows, x_row, k), w[h], bias)
-        place = _rows(flat_y, h * y_head, rows, y_row, n)
-        if residual is not None:
-            out = _rows(residual.reshape(-1), h * y_head, rows, y_row, n) + out
-        place[:] = out
-
-
-def _rows(flat, first, rows, stride, width):
-    """View of rows x width elements, `stride` apart, from element `first` of a flat array."""
-    size = flat.itemsize
-    assert first + (rows - 1) * stride + width <= flat.size
-    return np.lib.stride_tricks.as_strided(flat[first:], (rows, width), (stride * size, size))
-
-
-def expert_matmul(x, w, items, tiles, tile_count, y, n, k, items_a_row, **_):
-    for expert, first, count in tiles[: tile_count[0]]:
-        these = items[first : first + count]
-        y[these] = arith.linear(x[these // items_a_row], w[expert])
 
 
 def rope_query(q, positions, cos, sin, query, heads, nope, half, latent, interleaved, **_):
@@ -186,10 +160,7 @@ def nonfinite(x, first, n, **_):
 TWINS = {
     f.__name__: f
     for f in (
-        embed,
         rmsnorm,
-        matmul,
-        expert_matmul,
         rope_query,
         kv_append,
         attn_scores,
@@ -203,4 +174,4 @@ TWINS = {
         sample_final,
         nonfinite,
     )
-} | DDTREE_TWINS
+} | {**PRODUCT_TWINS, **DDTREE_TWINS}

@@ -12,16 +12,9 @@ from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.prompts import Decoding
 from kdtr_cli.model.rope import rope_table, rope_table_sha256
 from kdtr_cli.model.source import Model
-from kdtr_cli.model.weights import Weights
 from kdtr_cli.reference.arith import CONTRACT_VERSION, order
 
-__all__ = ["check_weights", "common_manifest", "logits_arrays", "parse_logits"]
-
-
-def check_weights(weights: Weights) -> None:
-    """Read every tensor once; InputError naming the first that is not finite."""
-    for name in weights.names:
-        weights[name]
+__all__ = ["common_manifest", "logits_arrays", "parse_logits"]
 
 
 def common_manifest(

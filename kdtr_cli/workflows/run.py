@@ -28,7 +28,7 @@ from kdtr_cli.model.source import Model, open_model
 from kdtr_cli.model.weights import Weights
 from kdtr_cli.workflows.decode import Decoded, Draft, Job, decode
 from kdtr_cli.workflows.drafting import draft_settings, drafting_manifest, parse_drafter
-from kdtr_cli.workflows.manifest import check_weights, common_manifest, logits_arrays
+from kdtr_cli.workflows.manifest import common_manifest, logits_arrays
 
 __all__ = ["RunOptions", "RunSummary", "check_golden", "make_run", "open_golden_model", "prepare_run", "run_on"]
 
@@ -145,7 +145,6 @@ def _job(golden: Bundle, model: Model, options: RunOptions) -> Job:
         for s in golden.sequences
     ]
     positions = check_prompts([r.prompt for r in requests], model.config, decoding.steps)
-    check_weights(model.weights)
     return Job(
         model=model,
         choices=_choices(golden.manifest["choices"]),
@@ -241,16 +240,19 @@ def _write(options: RunOptions, job: Job, manifest: dict[str, Any], results: lis
 
 
 def open_golden_model(golden: Bundle, options: RunOptions) -> Model:
-    """The model to run: ``--model``, or the config and the weights that the golden holds."""
+    """The model to run: ``--model``, or the config and the weights that the golden holds.
+
+    Weights are not kept as float32: the manifest's digest and the upload read them, tensor by tensor.
+    """
     if options.model is not None:
-        return open_model(options.model)
+        return open_model(options.model, cache=False)
     names = golden.weight_names()
     if not names:
         name = golden.manifest["model"].get("name", "the same model")
         raise InputError(f"{options.golden} holds no weights; give the checkpoint with --model DIR ({name})")
     text = golden.config_text
     config = _embedded_config(golden, options.golden)
-    weights = Weights.from_arrays({name: golden.weight(name) for name in names}, config)
+    weights = Weights.from_arrays({name: golden.weight(name) for name in names}, config, cache=False)
     return Model(config, text, weights, None, golden.manifest["model"].get("name", "embedded"))
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import cupy as cp
 import numpy as np
+from random_weights import RandomWeights, as_cupy, randomise
 
 from kdtr_cli.engine.devices import open_device
 from kdtr_cli.engine.kernels import CHUNK, KERNELS, matmul
@@ -101,22 +102,9 @@ def copy_bandwidth() -> float:
     return 2 * a.nbytes / us / 1e6
 
 
-def as_cupy(array):
-    """A CuPy view of a device array."""
-    memory = cp.cuda.UnownedMemory(array.ptr, array.nbytes, array)
-    return cp.ndarray(array.shape, array.dtype, cp.cuda.MemoryPointer(memory, 0))
-
-
 def stream_of(stream):
     """CuPy's view of a PyTorch stream."""
     return cp.cuda.Stream.from_external(stream)
-
-
-def randomise(device, array, scale: float = 1.0) -> None:
-    """Fill a device array with normal numbers; its poison must have landed before CuPy's stream writes."""
-    device.synchronize()
-    as_cupy(array)[:] = cp.random.standard_normal(array.shape, dtype=cp.float32) * cp.float32(scale)
-    cp.cuda.runtime.deviceSynchronize()
 
 
 def cublas_us(weights, x) -> tuple[float, np.ndarray]:
@@ -148,7 +136,7 @@ def products(launch, name: str, ws: list, x, y, size: dict) -> None:
 
 def bench_matrices(device, copy: float) -> None:
     launch = Launcher(device)
-    names = [n for n in KERNELS if n.startswith("matmul_")]
+    names = [n for n, kernel in KERNELS.items() if kernel.twin == "matmul"]
     launch.load(names)
     print(f"{'matrix':<18} rows  {'kernel':<18} us      share   cuBLAS  ratio   others")
     ahead = []
@@ -201,23 +189,9 @@ def bench_matrices(device, copy: float) -> None:
     print(f"matrices: ahead of cuBLAS fp32 on {won} of {len(ahead)}, ratios {min(ahead):.2f} to {max(ahead):.2f}")
 
 
-def bench_step(device, copy: float, context: int) -> None:
+def bench_step(device, copy: float, context: int, label: str, placing: RandomWeights) -> None:
     config = parse_config(KIMI_LAYER)
-    block = cp.random.standard_normal(1 << 26, dtype=cp.float32) * cp.float32(0.02)
-
-    def place(name, shape, parts):
-        array = device.alloc(name, shape, np.float32)
-        device.synchronize()
-        flat = as_cupy(array).reshape(-1)
-        for i in range(0, flat.size, block.size):
-            part = flat[i : i + block.size]
-            part[:] = cp.roll(block, 1 + i // 4099 % 1000003)[: part.size]
-        if name.endswith("norm"):
-            flat += 1
-        cp.cuda.runtime.deviceSynchronize()
-        return array
-
-    weights = place_weights(config, {}, place)
+    weights = place_weights(config, {}, placing)
     model = Transformer(device, config, weights, Choices(), rows=1, slots=1, capacity=context)
     for cache in model.caches:
         randomise(device, cache)
@@ -232,11 +206,11 @@ def bench_step(device, copy: float, context: int) -> None:
     c = config
     layer = weights.layers[0]
     dense = (layer.qkv_a, layer.q_b, layer.w_uk, layer.w_uv, layer.o, layer.router, layer.gate_up, layer.down)
-    per_expert = 3 * c.moe_intermediate_size * c.hidden_size * 4
+    per_expert = (layer.experts_gate_up.nbytes + layer.experts_down.nbytes) / c.n_routed_experts
     touched = len(set(device.read(model.ids)[0, : c.num_experts_per_tok].tolist()))
     total = sum(w.nbytes for w in dense) + touched * per_expert + context * c.latent_dim * 4
     print(
-        f"step: one Kimi-K2 layer, 1 row, context {context}, {touched} of {c.n_routed_experts} experts, "
+        f"step: one Kimi-K2 layer, {label}, 1 row, context {context}, {touched} of {c.n_routed_experts} experts, "
         f"{graph.launches} launches: {us:.1f} us, {total / 1e9:.3f} GB, {total / us / 1e6:.2f} TB/s = "
         f"{total / us / 1e6 / copy:.1%} of copy"
     )
@@ -283,7 +257,7 @@ def main() -> None:
             cp.get_default_memory_pool().free_all_blocks()
         if "step" in wanted:
             for context in (1024, 4 * CHUNK * 8):
-                bench_step(device, copy, context)
+                bench_step(device, copy, context, "float32", RandomWeights(device))
         print(f"copy {copy_bandwidth():.3f} TB/s (again)")
 
 

@@ -306,7 +306,8 @@ def broken(device: Device, array: DeviceArray, index: int, value: float = np.inf
     """For a while, one element of a weight on the device is not finite."""
     right = device.read(array)
     wrong = right.copy()
-    wrong.reshape(-1)[index] = value
+    stored = np.float32(value) if right.dtype == np.float32 else np.float32(value).view(np.uint32) >> 16  # bfloat16
+    wrong.reshape(-1)[index] = stored
     device.write(array, wrong)
     try:
         yield
@@ -318,14 +319,14 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("pick", "named"),
         [
-            (lambda w: (w.layers[0].qkv_a, 5), r"model\.layers\.0\.self_attn\.q_latent"),
-            (lambda w: (w.layers[0].o, 3 * 64), r"model\.layers\.0\.self_attn\.hidden"),
-            (lambda w: (w.layers[0].down, 7), r"model\.layers\.0\.hidden"),
+            (lambda w: (w.layers[0].qkv_a.w, 5), r"model\.layers\.0\.self_attn\.q_latent"),
+            (lambda w: (w.layers[0].o.w, 3 * 64), r"model\.layers\.0\.self_attn\.hidden"),
+            (lambda w: (w.layers[0].down.w, 7), r"model\.layers\.0\.hidden"),
             (lambda w: (w.layers[1].kv_norm, 2), r"model\.layers\.1\.self_attn\.\w+"),
-            (lambda w: (w.layers[1].router, 11 * 128, np.nan), r"model\.layers\.1\.mlp\.router_logits"),
-            (lambda w: (w.layers[1].down, 1), r"model\.layers\.1\.mlp\.shared_out"),
+            (lambda w: (w.layers[1].router.w, 11 * 128, np.nan), r"model\.layers\.1\.mlp\.router_logits"),
+            (lambda w: (w.layers[1].down.w, 1), r"model\.layers\.1\.mlp\.shared_out"),
             (lambda w: (w.norm, 0), "final_norm"),
-            (lambda w: (w.lm_head, 8), "logits"),
+            (lambda w: (w.lm_head.w, 8), "logits"),
         ],
     )
     def test_what_is_not_finite_after_a_prompt_is_named(self, device, small, mixed, pick, named):
@@ -344,7 +345,7 @@ class TestFailures:
         others = {int(t) for r in free[1:3] for t in r.tokens} | {int(t) for p in prompts[:3] for t in p.ids}
         assert tokens[at] not in others
         wrong = pytest.raises(DeviceError, match=r"^embed is not finite in row 0 of ")
-        with broken(device, small.weights.embed, tokens[at] * 128 + 3), wrong as caught:
+        with broken(device, small.weights.embed.w, tokens[at] * 128 + 3), wrong as caught:
             run(device, small, prompts[:3], Decoding(8), batch=3)
         assert f"step {at + 1} " in str(caught.value)
         assert "sequence 'p0'" in str(caught.value)
@@ -390,5 +391,5 @@ class TestSizes:
     @pytest.mark.parametrize("name", ["tiny:2", "all-dense:2"])
     def test_kernels_are_loaded_before_a_capture(self, device, load, name):
         names = transformer(device, load(name), capacity=8, prefill=4).kernel_names()
-        assert {"embed", "sample_parts", "sample_final", "nonfinite"} <= set(names) <= set(KERNELS)
+        assert {"embed_bf16", "sample_parts", "sample_final", "nonfinite"} <= set(names) <= set(KERNELS)
         assert any(n.startswith("expert_matmul") for n in names) == (name == "tiny:2")

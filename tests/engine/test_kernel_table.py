@@ -15,7 +15,7 @@ from kdtr_cli.engine.compile import source_text
 from kdtr_cli.engine.compile_cache import CompileCache
 from kdtr_cli.engine.devices import open_device
 from kdtr_cli.engine.kernel_cases import cases
-from kdtr_cli.engine.kernels import DTYPES, KERNELS, expert_matmul, matmul, most_tiles, sources
+from kdtr_cli.engine.kernels import DTYPES, FORMS, KERNELS, expert_matmul, matmul, matmuls, most_tiles, sources
 from kdtr_cli.engine.launch import Launcher
 from kdtr_cli.errors import InputError
 from kdtr_cli.reference.attention import CHUNK
@@ -23,7 +23,7 @@ from kdtr_cli.reference.twins import SEGMENT, TWINS
 from kdtr_cli.workflows.kernels import check_kernels, select_kernels
 
 FOLDER = Path(kernels_cu.__file__).parent
-C_TYPES = {"f32": "float", "f64": "double", "i32": "int", "i64": "i64", "u32": "u32", "u64": "u64"}
+C_TYPES = {"f32": "float", "f64": "double", "i32": "int"}  # the others are called the same
 
 _KERNEL = r'extern "C" __global__ void __launch_bounds__\(([^)]*)\)\s+(\w+)\(([^)]*)\)'
 _VARIANT = r"_w(\d)_m(\d+)_r(\d+)(?:_g(\d))?$"
@@ -39,8 +39,8 @@ def signatures(file: str) -> dict[str, tuple[int, list[tuple[str, str]]]]:
         if made := re.search(_KERNEL, body):
             for given in re.findall(rf"^{macro}\((.*)\)", text, re.M):
                 values = dict(zip(_words(parameters), _words(given), strict=False))
-                threads = re.sub(r"\w+", lambda m, v=values: v.get(m[0], m[0]), made[1])
-                found[values.get(made[2], made[2])] = (_product(threads), _parameters(made[3]))
+                threads, name, taken = (re.sub(r"\w+", lambda m, v=values: v.get(m[0], m[0]), g) for g in made.groups())
+                found[name] = (_product(threads), _parameters(taken))
     plain = re.sub(r"^\s*#[^\n]*$", "", text, flags=re.M)
     for threads, name, parameters in re.findall(_KERNEL, plain):
         found[name] = (_product(threads), _parameters(parameters))
@@ -73,8 +73,13 @@ def documented(file: str) -> str:
 KIMI = {"rows": 64, "heads": 64, "kv_heads": 1, "latent": 512, "width": 576, "half": 32, "head_dim": 128}
 KIMI |= {"n": 18432, "k": 7168, "vocab": 163840, "parts": 80, "chunks": 512, "layers": 61}
 KIMI |= {"experts": 384, "groups": 1, "slots": 8, "item_count": 512, "tile_places": 512, "tile": 4}
+KIMI |= {"group": 32, "block_rows": 128, "block_columns": 128}
 KIMI |= {"batch": 8, "budget": 64, "nodes": 65, "block": 16, "horizon": 15, "rows_out": 65}
 LIMITS = {**KIMI, "experts": 2048, "groups": 1024, "slots": 128, "budget": 1024}
+
+
+def form_of(kernel: str, form: str) -> str:
+    return kernel if form == "f32" else f"{kernel}_{form}"
 
 
 @pytest.mark.quick
@@ -88,7 +93,7 @@ class TestTable:
         for arg in kernel.args:
             pointer = "" if arg.shape is None else "*"
             const = "const " if arg.role == "in" and pointer else ""
-            wanted.append((f"{const}{C_TYPES[arg.dtype]}{pointer}", arg.name))
+            wanted.append((f"{const}{C_TYPES.get(arg.dtype, arg.dtype)}{pointer}", arg.name))
         assert parameters == wanted
 
     def test_holds_every_kernel_of_every_file(self):
@@ -138,9 +143,14 @@ class TestTable:
     def test_the_choice_of_a_matrix_kernel(self, kind):
         chosen = [matmul(kind, m, n, k) for m in (1, 2, 5, 9, 64) for n in (1, 7168, 18432) for k in (1, 128, 7168)]
         assert set(chosen) <= set(KERNELS)
-        for tile in (1, 4):
-            # a kernel of fewer rows than a tile has would leave the others out
-            assert int(re.search(_VARIANT, expert_matmul(kind, tile))[2]) >= tile
+        for form in FORMS:
+            assert matmuls(kind, 64, form) >= {matmul(kind, 1, 1, 1, form), matmul(kind, 64, 18432, 7168, form)}
+            assert {KERNELS[name].twin for name in matmuls(kind, 64, form)} == {form_of("matmul", form)}
+            for tile in (1, 4):
+                # a kernel of fewer rows than a tile has would leave the others out
+                name = expert_matmul(kind, tile, form)
+                assert int(re.search(_VARIANT, name)[2]) >= tile
+                assert KERNELS[name].twin == form_of("expert_matmul", form)
 
     @pytest.mark.parametrize(("experts", "slots"), [(16, 4), (384, 8), (2048, 128), (1, 1)])
     def test_tiles_have_room(self, experts, slots):
@@ -326,7 +336,7 @@ FAULTS = {
     ),
     "all rows of a tile take the first item": (
         "expert_matmul_w1_m4_r2",
-        "matmul.cuh",
+        "expert_matmul.cuh",
         "items[first + min(m, count - 1)]",
         "items[first]",
     ),
@@ -380,6 +390,89 @@ FAULTS = {
     "rows that have ended go on": ("sample_final", "sample.cu", "tokens && active[row]", "tokens"),
     "the row, not its token": ("embed", "embed.cu", "(i64)ids[blockIdx.y] * n", "(i64)blockIdx.y * n"),
     "infinity is finite": ("nonfinite", "nonfinite.cu", "!is_finite(x[i])", "is_nan(x[i])"),
+    # weights as they are stored
+    "halves of a word change places": (
+        "matmul_bf16_w4_m4_r4",
+        "weights.cuh",
+        "{widen(T{(u16)v.x}), widen(T{(u16)(v.x >> 16)})",
+        "{widen(T{(u16)(v.x >> 16)}), widen(T{(u16)v.x})",
+    ),
+    "fp16 without its sign": ("matmul_f16_w1_m1_r4", "weights.cuh", "0x8fffe000", "0x0fffe000"),
+    "subnormal fp16 are zero": (
+        "expert_matmul_f16_w1_m1_r4",
+        "weights.cuh",
+        "__int_as_float(((int)((u32)v.bits << 16) >> 3) & 0x8fffe000)",
+        "(v.bits & 0x7c00 ? __int_as_float(((int)((u32)v.bits << 16) >> 3) & 0x8fffe000) : 0.f)",
+    ),
+    "experts begin a row apart": (
+        "expert_matmul_bf16_w1_m4_r2",
+        "weights.cuh",
+        "{w + (i64)e * n * k, k}",
+        "{w + (i64)e * k, k}",
+    ),
+    "nibbles in another order": (
+        "matmul_int4_w4_m1_r4",
+        "weights.cuh",
+        "nibble<0>(v) * s, nibble<1>(v) * s",
+        "nibble<1>(v) * s, nibble<0>(v) * s",
+    ),
+    "nibbles by themselves in another order": (
+        "matmul_int4_w1_m1_r4",
+        "weights.cuh",
+        "4 * (k & 3)",
+        "4 * (3 - (k & 3))",
+    ),
+    "nibbles are q + 7": ("expert_matmul_int4_w1_m4_r2", "weights.cuh", "(8u << 4 * I)", "(7u << 4 * I)"),
+    "nibbles by themselves are q + 7": ("matmul_int4_w1_m16_r1", "weights.cuh", "(float)(q - 8)", "(float)(q - 7)"),
+    "the scale of the next group": (
+        "matmul_int4_w4_m4_r4",
+        "weights.cuh",
+        "r.scale16[q >> r.shift]",
+        "r.scale16[(q + 1) >> r.shift]",
+    ),
+    "the scale of the next group, one by one": (
+        "matmul_int4_w1_m4_r2",
+        "weights.cuh",
+        "g = k / r.group",
+        "g = (k + 1) / r.group",
+    ),
+    "a cut group has no scale": (
+        "expert_matmul_int4_w4_m4_r4",
+        "weights.cuh",
+        "at = i * pieces(k, group)",
+        "at = i * (k / group)",
+    ),
+    "rows and columns of a block change places": (
+        "matmul_fp8_w1_m1_r4",
+        "matmul.cuh",
+        "k, block_rows, block_columns}",
+        "k, block_columns, block_rows}",
+    ),
+    "a cut block has no scale": (
+        "matmul_fp8_w1_m16_r1",
+        "weights.cuh",
+        "(i64)(i / rows) * pieces(k, columns)",
+        "(i64)(i / rows) * (k / columns)",
+    ),
+    "blocks go on into the next expert": (
+        "expert_matmul_fp8_w4_m1_r2",
+        "weights.cuh",
+        "(i64)e * pieces(n, rows) * pieces(k, columns)",
+        "(i64)e * n / rows * pieces(k, columns)",
+    ),
+    "e4m3 without its sign": ("matmul_fp8_w4_m16_r4_g2", "weights.cuh", "0x87f00000", "0x07f00000"),
+    "the bias of e4m3 is 8": (
+        "expert_matmul_fp8_w1_m1_r4",
+        "weights.cuh",
+        "1.329227995784916e36f",
+        "6.64613997892458e35f",
+    ),
+    "subnormal e4m3 are zero": (
+        "matmul_fp8_w4_m4_r4",
+        "weights.cuh",
+        "__int_as_float(((int)(v << 24) >> 4) & 0x87f00000)",
+        "(v & 0x78 ? __int_as_float(((int)(v << 24) >> 4) & 0x87f00000) : 0.f)",
+    ),
     # a round of DDTree
     "a child is confirmed by its own row": (
         "accept",

@@ -20,6 +20,7 @@ from kdtr_cli.model.presets import PRESETS, new_weights
 from kdtr_cli.model.published import PUBLISHED, cut, write_published
 from kdtr_cli.model.quant import quantise_fp8, quantise_int4
 from kdtr_cli.model.quantisation import Quantisation
+from kdtr_cli.model.requantise import quantise_model
 from kdtr_cli.model.source import open_model
 from kdtr_cli.model.summary import count_parameters
 
@@ -93,6 +94,17 @@ class TestConfigs:
             "moonlight": None,
         }
 
+    @pytest.mark.parametrize("name", PUBLISHED)
+    def test_quantised_as_another_is(self, name):
+        nested = "text_config" in PUBLISHED[name]
+        for to, like in (("int4", "kimi-k2.6" if nested else "kimi-k2-thinking"), ("fp8", "deepseek-v3")):
+            obj, whole = cut(name, dtype=to), cut(like)
+            assert parse_config(obj).quantisation == parse_config(whole).quantisation
+            assert {**obj, **dict.fromkeys(("text_config", "quantization_config"))} == {
+                **cut(name),
+                **dict.fromkeys(("text_config", "quantization_config")),
+            }
+
 
 @pytest.mark.quick
 class TestCut:
@@ -107,6 +119,14 @@ class TestCut:
         text |= {key: before[key] for key in ("num_hidden_layers", "n_routed_experts")}
         assert made == whole == PUBLISHED[name]
         assert parse_config(cut(name, layers, experts)).n_routed_experts == experts
+
+    def test_a_layer_of_experts_alone(self):
+        made, whole = cut("kimi-k2.6", 1, dense=0), cut("kimi-k2.6")
+        config = parse_config(made)
+        assert (config.num_hidden_layers, config.n_routed_experts, config.is_moe_layer(0)) == (1, 384, True)
+        made["text_config"] |= {"num_hidden_layers": 61, "first_k_dense_replace": 1}
+        assert made == whole
+        assert cut("deepseek-v3", 2, dense=1)["first_k_dense_replace"] == 1
 
     @pytest.mark.parametrize(
         ("name", "options", "words"),
@@ -180,6 +200,26 @@ class TestWriting:
             np.testing.assert_allclose(model.weights.stored(part).astype(float), again.astype(float), rtol=0.01)
             assert np.abs(model.weights[expert] - near).max() < 0.15 * np.abs(near).max()
 
+    @pytest.mark.parametrize("name", ["kimi-k2.6", "deepseek-v3", "moonlight"])
+    def test_int4_at_once_is_int4_from_bf16_but_for_the_rounding_between(self, name, tmp_path):
+        obj = shrunk(name)
+        text = obj.get("text_config", obj)
+        text["quantization_config"] = cut(name, dtype="int4").get("text_config", cut(name, dtype="int4"))[
+            "quantization_config"
+        ]
+        write_published(tmp_path / "int4", obj)
+        text.pop("quantization_config")
+        write_published(tmp_path / "bf16", obj)
+        quantise_model(tmp_path / "bf16", tmp_path / "by_bf16", "int4")
+        one, two = open_model(tmp_path / "int4"), open_model(tmp_path / "by_bf16")
+        assert one.config == two.config
+        assert one.weights.stored_names == two.weights.stored_names
+        packed = [n for n in one.weights.stored_names if n.endswith("_packed")]
+        assert len(packed) == 3 * 16 * (one.config.num_hidden_layers - text["first_k_dense_replace"])
+        for tensor in one.weights:
+            gap = np.abs(one.weights[tensor] - two.weights[tensor]).max()
+            assert gap == 0 if ".experts." not in tensor else gap < 0.15 * np.abs(two.weights[tensor]).max()
+
     def test_the_same_seed_gives_the_same_bytes_and_blocks_change_none(self, tmp_path, monkeypatch):
         for name in ("kimi-k2.6", "deepseek-v3", "moonlight"):
             obj = shrunk(name)
@@ -221,8 +261,12 @@ class TestWriting:
             return CliRunner().invoke(command, ["new", *map(str, args), "-o", str(tmp_path / "m")])
 
         for args, word in (
-            (("tiny", "--layers", 2), "--layers and --experts"),
+            (("tiny", "--layers", 2), "--dense-layers and --experts"),
+            (("tiny", "--dense-layers", 0), "--dense-layers and --experts"),
+            (("tiny", "--dtype", "int4"), "kdtr model quantize DIR --to int4"),
+            (("kimi-k2.6", "--dense-layers", 2), "--dense-layers 2: kimi-k2.6 has 1 at its start; allowed: 0 to 1"),
             (("kimi-k2.6", "--layers", 1), "--layers 1"),
+            (("kimi-k2.6", "--layers", 1, "--dense-layers", 1), "--layers 1"),
             (("kimi-k2.6", "--experts", 3), "--experts 3"),
         ):
             got = run(*args)

@@ -117,6 +117,31 @@ def test_used_digest_is_the_documented_one(small_config: ModelConfig, small_arra
     assert Weights.from_arrays(small_arrays, small_config).used_sha256() == digest.hexdigest()
 
 
+@pytest.mark.parametrize("cache", [True, False])
+def test_tensors_are_digested_and_checked_piece_by_piece(
+    small_config: ModelConfig, small_arrays: Arrays, monkeypatch: pytest.MonkeyPatch, cache: bool
+) -> None:
+    whole = Weights.from_arrays(small_arrays, small_config).used_sha256()
+    monkeypatch.setattr("kdtr_cli.model.weights._BLOCK", 7)
+    assert Weights.from_arrays(small_arrays, small_config, cache).used_sha256() == whole
+    name = "lm_head.weight"
+    rows, columns = small_arrays[name].shape
+    small_arrays[name][rows - 1, columns - 2] = np.nan
+    weights = Weights.from_arrays(small_arrays, small_config, cache)
+    for read in (weights.used_sha256, lambda: weights.checked(name), lambda: weights[name]):
+        with pytest.raises(InputError, match=rf"tensor lm_head\.weight\[{rows - 1}, {columns - 2}\] is nan"):
+            read()
+
+
+def test_the_parts_of_a_weight(small_config: ModelConfig, small_arrays: Arrays) -> None:
+    weights = Weights.from_arrays(small_arrays, small_config)
+    assert weights.parts(NORM) == (NORM,)
+    (stored,) = weights.checked(NORM).values()
+    assert stored.dtype == small_arrays[NORM].dtype
+    with pytest.raises(KeyError):
+        weights.parts("model.norm.bias")
+
+
 def test_used_digest_is_of_values_not_of_storage(small_config: ModelConfig, small_arrays: Arrays) -> None:
     wide = {name: array.astype(np.float32) for name, array in small_arrays.items()}
     one, two = Weights.from_arrays(small_arrays, small_config), Weights.from_arrays(wide, small_config)
