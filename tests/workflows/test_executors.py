@@ -208,6 +208,7 @@ class TestProcesses:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         parent.stdout.close()
+        end = time.monotonic() + 30
         while any(map(alive, workers)) and time.monotonic() < end:
             time.sleep(0.05)
         assert not any(map(alive, workers))
