@@ -75,19 +75,19 @@ __device__ __forceinline__ int grow_small(Tree tree, const double* table, int de
     // of two equal ones the child is first: its tuple is (..., rank, 0), the sibling's (..., rank + 1)
     const bool child_first = child.score >= sibling.score;
     const Candidate first = select(child_first, child, sibling), second = select(child_first, sibling, child);
-    // how many of the new ones stand behind the list's candidate here, at the left, at the right; the popped one is gone
-    auto behind = [&](double score) { return (int)(score > child.score) + (int)(score > sibling.score); };
-    const int here_behind = lane == 0 ? 2 : behind(mine.score), left_behind = lane <= 1 ? 2 : behind(left.score);
-    const bool right_first = behind(right.score) == 2;
+    // Does the list's candidate here, at the left, at the right stand before the first and the second new one? The popped
+    // one does. (Two comparisons in place of one with the second would become one with a minimum, which rule 2 forbids.)
+    const bool here_first = lane == 0 | mine.score > first.score;
+    const bool here_second = lane == 0 | mine.score > second.score;
+    const bool left_second = lane <= 1 | left.score > second.score;
+    const bool right_first = right.score > first.score;
     const Candidate old = mine;
-    mine = select(here_behind == 1, mine, left);
-    mine = select(left_behind > 2 * here_behind, second, mine);  // 1 or 2 at the left, 0 here
-    mine = select(here_behind == 2, first, mine);
+    mine = select(here_second & !here_first, mine, left);
+    mine = select(left_second & !here_second, second, mine);
+    mine = select(here_first, first, mine);
     mine = select(right_first, right, mine);
-    // of lane 31: is what falls off as good as what stays? (Compared one by one: a selected score would become a min.)
-    const bool as_child = mine.score == child.score, as_sibling = mine.score == sibling.score;
-    const bool tied = here_behind ? (child_first ? as_sibling : as_child) : mine.score == old.score;
-    doubt |= tied & mine.score != NONE;
+    const double fallen = here_second ? second.score : old.score;  // of lane 31
+    doubt |= mine.score == fallen & fallen != NONE;
   }
   return __shfl_sync(FULL_WARP, (int)doubt, 31) ? -1 : made;
 }
