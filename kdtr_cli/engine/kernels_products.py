@@ -170,10 +170,10 @@ def matmuls(kind: str, rows: int, form: str) -> set[str]:
     return {matmul(kind, m, n, k, form) for m in range(1, rows + 1) for n in sizes for k in sizes}
 
 
-def expert_matmul(kind: str, tile: int, form: str = "f32") -> str:
-    """The kernel for expert tiles of at most this many rows."""
+def expert_matmul(kind: str, tile: int, k: int, form: str = "f32") -> str:
+    """The kernel for expert tiles of at most this many rows of k elements."""
     if kind == "cpu":
         return _named("expert_matmul", form, "w1_m1_r4" if tile == 1 else "w1_m4_r2")
-    # a packed row is short: four of them in flight have the bytes of one or two rows of 16 bits
-    one = "w4_m1_r2" if form in PLAIN else "w4_m1_r4"
+    # measured on an H200 (docs/log.md): a short row has too few quads for four warps; a byte a weight wants a warp, too
+    one = "w4_m1_r4" if form == "int4" else "w1_m1_r4" if form == "fp8" or k <= 4096 else "w4_m1_r2"
     return _named("expert_matmul", form, one if tile == 1 else "w4_m4_r4")

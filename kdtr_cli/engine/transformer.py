@@ -107,7 +107,7 @@ class Transformer:
         names |= {embed(self.weights.embed.form)}
         for form in {m.form for m in self.weights.matrices()}:
             names |= matmuls(kind, self.rows, form)
-        names |= {expert_matmul(kind, tile, m.form) for m in self.weights.experts() for tile in (1, 4)}
+        names |= {expert_matmul(kind, tile, m.shape[-1], m.form) for m in self.weights.experts() for tile in (1, 4)}
         return sorted(names)
 
     def _allocate(self) -> None:
@@ -257,7 +257,7 @@ class Transformer:
 
         def product(x: DeviceArray, w: Matrix, y: DeviceArray, items_a_row: int) -> None:
             n, k = w.shape[1:]
-            kernel = expert_matmul(self.device.kind, tile, w.form)
+            kernel = expert_matmul(self.device.kind, tile, k, w.form)
             size = {"n": n, "k": k, "items_a_row": items_a_row, "tile_places": most}
             self.launch(kernel, x=x, y=y, **w.arguments, **size, **lists)
 

@@ -185,7 +185,7 @@ def experts(device, copy: float, weights: RandomWeights) -> None:
                     assert np.array_equal(bits.view(np.uint32), got.view(np.uint32)), f"{name} has other bits"
                     work = partial(_expert_products, launch, name, matrix, x, y, size, sets)
                     times[name] = time_of(device, work, SETS)
-                name = expert_matmul("gpu", tile, form)
+                name = expert_matmul("gpu", tile, k, form)
                 us = times[name]
                 plain.setdefault(rows, us)
                 touched = float(np.mean([len(set(ids.tolist())) for ids, _ in sets]))

@@ -86,9 +86,9 @@ def test_the_variants_that_a_gpu_takes(device, small, monkeypatch, n):
         used.add(matmul("gpu", rows, n, 1 << 20, form))
         return matmul("gpu", rows, n, 1 << 20, form)
 
-    def chosen_for_experts(kind: str, tile: int, form: str) -> str:
-        used.add(expert_matmul("gpu", tile, form))
-        return expert_matmul("gpu", tile, form)
+    def chosen_for_experts(kind: str, tile: int, _k: int, form: str) -> str:
+        used.add(expert_matmul("gpu", tile, 1 << 20 if n > 1 else 1, form))
+        return expert_matmul("gpu", tile, 1 << 20 if n > 1 else 1, form)
 
     monkeypatch.setattr(launch, "matmul", chosen)
     monkeypatch.setattr(transformer, "expert_matmul", chosen_for_experts)
