@@ -48,7 +48,7 @@ class Budget:
 
 def parse_size(text: str) -> int:
     """Bytes of '8G', '512M', '2.5GiB', '1000000'; K, M, G, T are powers of 1000, Ki, Mi, Gi, Ti of 1024."""
-    m = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    m = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]i?)?b?\s*", text.lower())
     if not m:
         raise InputError(f"--memory-limit {text!r}: a size such as 8G, 512M or 2.5GiB")
     return int(float(m[1]) * _UNITS[m[2] or ""])
