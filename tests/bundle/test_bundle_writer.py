@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[2]
 #: A process that writes into the file named by its argument: one sequence, then it says so and acts on its orders.
 CHILD = """
 import importlib.util, os, pathlib, resource, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit that it is ignored
 spec = importlib.util.spec_from_file_location("forge", "tests/bundle/conftest.py")
 forge = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(forge)

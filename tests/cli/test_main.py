@@ -330,8 +330,6 @@ class TestSignals:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # the tests may run under nohup, and a child keeps what its parent ignores
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         assert process.stdout.readline() == "ready\n"
         assert path.exists()
