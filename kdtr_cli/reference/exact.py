@@ -19,6 +19,8 @@ from kdtr_cli.reference.attention import attend, rotate
 __all__ = ["argmax", "attend", "cast", "linear", "log_softmax", "order", "pack", "rms_norm", "rotate", "sigmoid"]
 __all__ += ["softmax", "swiglu", "total"]
 
+SHARED_PARTS = True  #: sequences may share a part of a pass: the bits of a row do not depend on the others
+
 
 def cast(x: object) -> np.ndarray:
     """x as float32, rounded once."""

@@ -15,6 +15,7 @@ __all__ = ["argmax", "attend", "linear", "log_softmax", "order", "pack", "rms_no
 __all__ += ["cast", "rotate", "total"]
 
 f32 = np.float32
+SHARED_PARTS = True  #: no bit is promised, so that speed decides
 
 
 def cast(x: object) -> np.ndarray:

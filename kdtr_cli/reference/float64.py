@@ -13,6 +13,7 @@ __all__ = ["argmax", "attend", "linear", "log_softmax", "order", "pack", "rms_no
 __all__ += ["cast", "rotate", "total"]
 
 
+SHARED_PARTS = False  #: the last bits of a row depend on the rows that it is multiplied with
 _TILE = 1 << 24  # scores of one tile of rows
 
 

@@ -131,15 +131,27 @@ class Decode:
         ]
 
 
-def sequence_parts(sequences: list[np.ndarray]) -> list[Rows]:
-    """Whole sequences of ids as the parts of one pass, none longer than _PREFILL_ROWS."""
-    parts = []
+def sequence_parts(sequences: list[np.ndarray], shared: bool = False) -> list[Rows]:
+    """Whole sequences of ids as the parts of one pass, none longer than _PREFILL_ROWS.
+
+    ``shared``: several sequences may stand in one part, which is faster; else each part is of one sequence.
+    """
+    parts, filled = [], 0
     for slot, ids in enumerate(sequences):
         for first in range(0, len(ids), _PREFILL_ROWS):
             some = ids[first : first + _PREFILL_ROWS].astype(np.int32)
             at = np.arange(first, first + len(some), dtype=np.int32)
-            parts.append(Rows(some, np.full(len(some), slot, np.int32), at))
-    return parts
+            rows = Rows(some, np.full(len(some), slot, np.int32), at)
+            if shared and parts and filled + len(some) <= _PREFILL_ROWS:
+                parts[-1].append(rows)
+                filled += len(some)
+            else:
+                parts.append([rows])
+                filled = len(some)
+    return [
+        Rows(*(np.concatenate([getattr(r, f) for r in part]) for f in ("tokens", "slots", "positions")))
+        for part in parts
+    ]
 
 
 def begin(model: Model, prompts: list[Prompt], decoding: Decoding, cache: Cache | None = None) -> Decode:
@@ -164,7 +176,7 @@ def advance(
     starts = np.array([len(p.ids) for p in prompts])
     active = state.active()
     if state.step == 0:
-        parts = sequence_parts([p.ids for p in prompts])
+        parts = sequence_parts([p.ids for p in prompts], model.ops.SHARED_PARTS)
     else:
         positions = (starts[active] + state.step - 1).astype(np.int32)
         parts = [Rows(state.tokens[active, state.step - 1], active.astype(np.int32), positions)]
@@ -291,10 +303,5 @@ def _fed(prompt: Prompt, tokens: np.ndarray) -> np.ndarray:
 
 
 def _by_sequence(parts: Parts, lengths: list[int]) -> Parts:
-    """Parts of whole sequences (``sequence_parts``) put together again, one array a sequence."""
-    out, at = [], 0
-    for length in lengths:
-        count = -(-length // _PREFILL_ROWS)
-        out.append(np.concatenate(parts[at : at + count]) if count > 1 else parts[at])
-        at += count
-    return out
+    """Parts of whole sequences (``sequence_parts``) cut into one array a sequence."""
+    return np.split(np.concatenate(parts), np.cumsum(lengths)[:-1])
