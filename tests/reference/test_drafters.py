@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdtr_cli.ddtree.rounds import DraftSettings, statistics
+from kdtr_cli.ddtree.tree import build_tree
+from kdtr_cli.errors import InputError
 from kdtr_cli.model.dflash import draft_rope_table
 from kdtr_cli.model.prompts import Decoding, Prompt
 from kdtr_cli.reference import rounds
@@ -286,6 +288,16 @@ def plain_dflash(config, weights, embedding, head, features, root, start, horizo
 
 
 class TestDFlash:
+    def test_weights_that_overflow_come_to_the_tree_s_check(self):
+        checkpoint = trained_drafter()
+        name = "layers.0.self_attn.k_proj.weight"
+        huge = {**checkpoint.weights, name: np.full_like(checkpoint.weights[name], 3e38)}
+        # no warning on the way, which would be an error here
+        marginals = fed(checkpoint=replace(checkpoint, weights=huge)).marginals(0, LENGTH, 1, 8)
+        assert np.isnan(marginals[1]).all()
+        with pytest.raises(InputError, match="nan"):
+            build_tree(1, *marginals, 8, 1000)
+
     @pytest.mark.parametrize(("start", "horizon"), [(LENGTH, 7), (1, 7), (0, 7), (17, 3), (LENGTH, 1)])
     def test_is_the_network(self, start, horizon):
         model, checkpoint = trained_model(), trained_drafter()

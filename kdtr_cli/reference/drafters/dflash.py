@@ -52,9 +52,10 @@ class DFlashDrafter:
     def extend(self, slot: int, tokens: np.ndarray, features: np.ndarray | None) -> None:
         context = self._contexts[slot]
         here = slice(context.length, context.length + len(tokens))
-        x = self._norm(self._linear(features, "fc"), "hidden_norm")
-        for i in range(self.config.num_hidden_layers):
-            context.keys[i, here], context.values[i, here] = self._keys_values(x, i, here)
+        with np.errstate(all="ignore"):  # what is not finite comes to the tree's check
+            x = self._norm(self._linear(features, "fc"), "hidden_norm")
+            for i in range(self.config.num_hidden_layers):
+                context.keys[i, here], context.values[i, here] = self._keys_values(x, i, here)
         context.length = here.stop
 
     def marginals(self, slot: int, start: int, root: int, k: int) -> Marginals:
