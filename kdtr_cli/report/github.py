@@ -34,7 +34,7 @@ def _annotations(report: Report) -> Iterator[str]:
         found = [f for f in report.findings if f.level is level]
         for finding in found[:MAX_ANNOTATIONS]:
             led_to = "" if finding.verdict is None else f" {finding.verdict.value}"
-            yield _command(command, f"kdtr diff:{led_to} [{finding.code}]", safe(finding.message))
+            yield _command(command, f"kdtr diff:{led_to} [{safe(finding.code)}]", safe(finding.message))
         if len(found) > MAX_ANNOTATIONS:
             more.append(f"{len(found) - MAX_ANNOTATIONS} more {command}s")
     if more:

@@ -119,7 +119,7 @@ def _unlisted(rest: Rest) -> Iterator[_Case]:
 
 
 def _messages(findings: list[Finding]) -> tuple[str, ...]:
-    lines = [f"{f.level.value}: {safe(f.message)} [{f.code}]" for f in findings[:MAX_FINDINGS]]
+    lines = [f"{f.level.value}: {safe(f.message)} [{safe(f.code)}]" for f in findings[:MAX_FINDINGS]]
     if len(findings) > MAX_FINDINGS:
         lines.append(f"and {len(findings) - MAX_FINDINGS} more findings (--format json lists all)")
     return tuple(lines)

@@ -114,6 +114,12 @@ def other_choices() -> Report:
     return judged(golden, run)
 
 
+def odd_choice() -> Report:
+    golden, run = pair()
+    run.manifest["choices"]["x,title=y::z..%\n\ud800##[error]w"] = 1
+    return judged(golden, run)
+
+
 def unverified() -> Report:
     golden, run = pair()
     run.manifest["model"] |= {"weights_used_sha256": None, "rope_table_sha256": None}
@@ -185,6 +191,13 @@ def mixed_sweep() -> Report:
     return combined.report("g", "r")
 
 
+def mixed_sweep_that_differs() -> Report:
+    combined = Combined()
+    combined.add(diverged(), 0)
+    combined.add(within(), 3)
+    return combined.report("g", "r")
+
+
 def refused_sweep() -> Report:
     combined = Combined()
     combined.add(diverged(), 0)
@@ -218,6 +231,7 @@ REPORTS: dict[str, Callable[[], Report]] = {
     "tokens alone": tokens_alone,
     "other prompt": other_prompt,
     "other choices": other_choices,
+    "odd choice": odd_choice,
     "unverified": unverified,
     "nothing": nothing,
     "rounds equal": rounds_equal,
@@ -229,6 +243,7 @@ REPORTS: dict[str, Callable[[], Report]] = {
     "sweep": sweep,
     "sweep, wrong": lambda: sweep(wrong=1),
     "sweep, mixed": mixed_sweep,
+    "sweep, mixed and wrong": mixed_sweep_that_differs,
     "sweep, refused": refused_sweep,
     "unopened": unopened,
     "without findings": lambda: replace(diverged(), findings=(), sequences=()),

@@ -4,9 +4,12 @@ import re
 from collections import Counter
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from report_cases import NASTY, REPORTS, judged, many, pair
 
 from kdtr_cli.errors import Exit
+from kdtr_cli.report import github as module
 from kdtr_cli.report.github import report_github
 from kdtr_cli.report.line import safe, verdict_line
 
@@ -97,6 +100,21 @@ def test_a_percent_sign_stays_one():
     run.one.tokens[1] ^= 1
     assert "::sequence '100%250A'" in report_github(judged(golden, run))
     assert read(judged(golden, run))[0][0][2].startswith("sequence '100%0A': ")
+
+
+def test_no_field_s_name_becomes_a_property():
+    ((name, properties, _),) = read(REPORTS["odd choice"]())[0]
+    assert name == "error"
+    assert properties["title"].startswith("kdtr diff: INVALID [provenance.choices.x,title=y::z..%")
+
+
+@settings(max_examples=50)
+@given(st.text(), st.text(min_size=1))
+def test_a_command_is_read_back_whatever_it_says(title, message):
+    line = module._command("error", title, message)
+    assert "\n" not in line
+    assert "\r" not in line
+    assert command(line) == ("error", {"title": title}, message)
 
 
 def test_ten_of_each_kind_and_how_many_more():

@@ -183,3 +183,21 @@ def test_what_a_sweep_does_not_list_is_counted(monkeypatch):
         "1 more sequences, not listed: DIVERGED"
         in next(c for c in suite if c.name.endswith("DIVERGED")).result[0].message
     )
+
+
+def test_extra_sequences_that_no_finding_names_are_counted():
+    report = many(2, extra=2)
+    suite = read(replace(report, totals=replace(report.totals, extra=7)))
+    assert kinds(suite) == {
+        "s0": None,
+        "s1": None,
+        "s2": "Failure",
+        "s3": "Failure",
+        "5 more sequences that the golden lacks": "Failure",
+    }
+
+
+def test_what_is_wrong_with_the_pair_stands_beside_what_differs():
+    found = kinds(read(REPORTS["sweep, mixed and wrong"]()))
+    assert found.pop("the pair") == "Error"
+    assert list(found.values()) == ["Failure", "Failure", None, None, None]

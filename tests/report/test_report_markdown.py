@@ -55,7 +55,7 @@ def test_verdict_line_sequences_and_findings(name):
     assert code == verdict_line(report)
     assert [row[:3] for row in rows[1:]] == [[str(s.index), safe(s.id), s.verdict.value] for s in report.sequences]
     assert all(len(row) == 7 for row in rows)
-    assert items == [f"{f.level.value} {safe(f.message)} [{f.code}]" for f in report.findings]
+    assert items == [f"{f.level.value} {safe(f.message)} [{safe(f.code)}]" for f in report.findings]
 
 
 def test_a_row_says_where_and_by_how_much():

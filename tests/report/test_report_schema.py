@@ -140,6 +140,7 @@ def test_a_key_too_many_or_too_few_is_refused_in_every_object(name):
         (("sequences", 0, "golden_tokens"), [1.5]),
         (("findings", 0, "level"), "fatal"),
         (("findings", 0, "message"), ""),
+        (("findings", 0, "code"), "No Code"),
     ],
 )
 def test_a_value_out_of_range_is_refused(path, value):
