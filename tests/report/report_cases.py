@@ -22,6 +22,7 @@ NASTY = (
     "line\nline\r\ttab",
     "|`*_[x](javascript:1)<img>@me",
     "##[error]100%:,::",
+    "a\\|b\\*c*",
 )
 
 

@@ -108,8 +108,12 @@ def test_no_field_s_name_becomes_a_property():
     assert properties["title"].startswith("kdtr diff: INVALID [provenance.choices.x,title=y::z..%")
 
 
+#: Full of what a command gives a meaning to.
+TEXT = st.text(st.sampled_from("%\r\n:,;=]02350AD") | st.characters())
+
+
 @settings(max_examples=50)
-@given(st.text(), st.text(min_size=1))
+@given(TEXT, TEXT.filter(bool))
 def test_a_command_is_read_back_whatever_it_says(title, message):
     line = module._command("error", title, message)
     assert "\n" not in line
