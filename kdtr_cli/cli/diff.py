@@ -1,27 +1,35 @@
 """`kdtr diff`: does a run agree with its golden?"""
 
+import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from kdtr_cli.cli.console import progress
+from kdtr_cli.cli.console import notes, progress
 from kdtr_cli.cli.settings import origin
 from kdtr_cli.parity.results import Report
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import ON_TIE
+from kdtr_cli.report.github import report_github
 from kdtr_cli.report.json import report_json
+from kdtr_cli.report.junit import report_junit
 from kdtr_cli.report.line import verdict_line
 from kdtr_cli.report.text import report_text
 from kdtr_cli.workflows.diff import check_report_target, write_report
 from kdtr_cli.workflows.diff import diff as judge_bundles
+from kdtr_cli.workflows.step_summary import append_step_summary
 from kdtr_cli.workflows.sweep_diff import diff_sweeps
 
 __all__ = ["diff"]
 
 #: Columns of a report that goes to no terminal.
 _WIDTH = 100
+
+#: What `--format` may say.
+FORMATS = ("text", "json", "junit", "github")
 
 #: The options whose origin the report names.
 _RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow_loose", "steps", "select")
@@ -39,7 +47,7 @@ _RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow
 @click.option("--allow-loose", is_flag=True, help="Judge by a tolerance that zeros or shuffled logits would pass too.")
 @click.option("--steps", type=click.IntRange(min=1), help="Judge the first N output tokens of each sequence only.")
 @click.option("--select", metavar="IDS", help="Judge these sequences only: ids separated by commas.")
-@click.option("--format", "form", type=click.Choice(("text", "json")), default="text", show_default=True)
+@click.option("--format", "form", type=click.Choice(FORMATS), default="text", show_default=True)
 @click.option(
     "--output-file",
     type=click.Path(path_type=Path),
@@ -86,10 +94,15 @@ def diff(
     if output_file is not None:
         check_report_target(output_file, force, (golden, run))
     report = _judge(golden, run, options)
-    text = report_json(report) if form == "json" else report_text(report, _width(output_file))
+    text = _render(report, form, output_file)
     if output_file is not None:
         write_report(output_file, text)
         text = verdict_line(report) + "\n"
+    if form == "github" and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
+        note = append_step_summary(summary, report)
+        if note is not None:
+            with suppress(OSError):  # a standard error that is full changes no verdict either
+                notes().print(f"note: {note}")
     click.echo(text, nl=False)  # it flushes; `main` makes exit 3 of a standard output that can't take it
     ctx.exit(int(report.exit_code))
 
@@ -102,6 +115,17 @@ def _judge(golden: Path, run: Path, options: JudgeOptions) -> Report:
         return diff_sweeps(
             golden, run, options, lambda what, done, total: bar.update(task, completed=done, total=total)
         )
+
+
+def _render(report: Report, form: str, output_file: Path | None) -> str:
+    match form:
+        case "json":
+            return report_json(report)
+        case "junit":
+            return report_junit(report)
+        case "github":
+            return report_github(report)
+    return report_text(report, _width(output_file))
 
 
 def _width(output_file: Path | None) -> int:

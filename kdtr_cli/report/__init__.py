@@ -1,3 +1,4 @@
-"""Renderers of one judgement: text for people, JSON for machines. None changes a verdict."""
+"""Renderers of one judgement: text for people, JSON, JUnit XML and GitHub's commands for machines. None changes a
+verdict."""
 
 __all__: list[str] = []

@@ -66,8 +66,10 @@ def _further(report: Report) -> list[tuple[str, object]]:
 
 
 def safe(text: str) -> str:
-    """`text` on one line of printable ASCII; white space runs become one space, anything else an escape."""
-    return " ".join(text.split()).encode("ascii", "backslashreplace").decode().translate(_CONTROLS)
+    """`text` on one line of printable ASCII; white space runs become one space, anything else an escape. So does
+    ``##[``, which a GitHub runner takes for a command wherever it stands in a log."""
+    shown = " ".join(text.split()).encode("ascii", "backslashreplace").decode().translate(_CONTROLS)
+    return shown.replace("##[", "#\\x23[")
 
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in [*range(0x20), 0x7F]}

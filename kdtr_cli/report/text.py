@@ -241,6 +241,6 @@ def _number(value: float | None) -> str:
 
 def _findings(report: Report) -> Iterator[str]:
     for finding in report.findings[:MAX_FINDINGS]:
-        yield f"{finding.level.value:<8}{safe(finding.message)} [{finding.code}]"
+        yield f"{finding.level.value:<8}{safe(finding.message)} [{safe(finding.code)}]"
     if len(report.findings) > MAX_FINDINGS:
         yield f"{'':<8}and {len(report.findings) - MAX_FINDINGS} more findings (--format json lists all)"

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from parity_bundles import write_pair
 from parity_cases import golden_side, make_tie, perturb, run_side
 
 import kdtr_cli
+from kdtr_cli.cli.diff import FORMATS
 from kdtr_cli.cli.diff import diff as command
 from kdtr_cli.cli.main import main
 
@@ -205,6 +207,86 @@ class TestOutput:
         assert [int(t) for t in lines[at + 1].split()[1:]] == case.run.one.tokens.tolist()
 
 
+class TestFormats:
+    """What each format puts where; what they hold is tested in tests/report."""
+
+    @pytest.fixture(autouse=True)
+    def no_github(self, monkeypatch):
+        monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+
+    def spoil(self, case, verdict):
+        """Make the pair of that verdict; returns options and exit code."""
+        if verdict == "DIVERGED":
+            case.run.one.tokens[3] ^= 1
+        if verdict == "INVALID":
+            case.run.manifest["decoding"]["stop_ids"] = [9]
+        if verdict == "INCONCLUSIVE":
+            case.run.one.logits.clear()
+        if verdict == "TIE_BREAK":
+            case.run.manifest["decoding"]["teacher_forced"] = True
+            make_tie(case.golden, case.run, 2)
+            return ["--atol", "2e-3", "--on-tie", "pass"], 0
+        return [], {"IDENTICAL": 0, "DIVERGED": 1}.get(verdict, 2)
+
+    @pytest.mark.parametrize("form", FORMATS)
+    @pytest.mark.parametrize("verdict", ["IDENTICAL", "TIE_BREAK", "DIVERGED", "INCONCLUSIVE", "INVALID"])
+    def test_no_format_changes_an_exit_code(self, case, form, verdict):
+        options, expected = self.spoil(case, verdict)
+        code, out, err = case("--format", form, *options)
+        assert (code, err) == (expected, "")
+        if form == "json":
+            assert json.loads(out)["verdict"] == verdict
+        elif form == "junit":
+            told = {p.get("name"): p.get("value") for p in ElementTree.fromstring(out).iter("property")}
+            assert (told["verdict"], told["exit_code"]) == (verdict, str(expected))
+        else:
+            assert f" verdict={verdict}" in out.splitlines()[-1]
+
+    def test_junit_is_one_document_on_a_clean_output(self, case):
+        case.run.one.tokens[3] ^= 1
+        _, out, _ = case("--format", "junit")
+        suite = ElementTree.fromstring(out).find("testsuite")
+        assert (suite.get("name"), suite.get("tests"), suite.get("failures")) == ("g.h5 / r.h5", "2", "1")
+        assert {c.get("classname") for c in suite.iter("testcase")} == {"kdtr.g.ar"}
+
+    def test_github_writes_annotations_the_line_and_the_step_s_summary(self, case, monkeypatch):
+        case.run.one.tokens[3] ^= 1
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", "page.md")
+        Path("page.md").write_text("# before\n")
+        code, out, err = case("--format", "github")
+        assert (code, err) == (1, "")
+        assert out.startswith("::error title=kdtr diff%3A DIVERGED [tokens.diverged]::sequence 's0': ")
+        page = Path("page.md").read_text()
+        assert page.startswith("# before\n\n### kdtr diff: FAIL (DIVERGED)\n")
+        assert f"\n    {out.splitlines()[-1]}\n" in page
+
+    @pytest.mark.parametrize("form", ["text", "json", "junit"])
+    def test_other_formats_leave_the_summary_alone(self, case, monkeypatch, form):
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", "page.md")
+        assert case("--format", form)[0] == 0
+        assert not Path("page.md").exists()
+
+    def test_github_without_a_summary_to_write(self, case, monkeypatch):
+        assert case("--format", "github") == (0, IDENTICAL + "\n", "")
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", "")
+        assert case("--format", "github") == (0, IDENTICAL + "\n", "")
+
+    @pytest.mark.parametrize(("verdict", "code"), [("IDENTICAL", 0), ("DIVERGED", 1)])
+    def test_a_summary_that_can_not_be_written_is_a_note_and_no_verdict(self, case, monkeypatch, verdict, code):
+        self.spoil(case, verdict)
+        monkeypatch.setenv("GITHUB_STEP_SUMMARY", "no/where.md")
+        got, out, err = case("--format", "github")
+        assert got == code
+        assert out.splitlines()[-1].endswith(f" verdict={verdict}")
+        assert err == "note: GITHUB_STEP_SUMMARY 'no/where.md' can't be written to: No such file or directory\n"
+
+    @pytest.mark.parametrize("form", ["junit", "github"])
+    def test_an_output_file_takes_the_report(self, case, form):
+        code, out, _ = case("--format", form, "--output-file", "report")
+        assert (code, out) == (0, IDENTICAL + "\n")
+        assert Path("report").read_text().startswith("<?xml" if form == "junit" else IDENTICAL)
+
+
 class TestOptions:
     def test_steps_and_select(self, case):
         case.run.one.tokens[3] ^= 1
@@ -259,12 +341,19 @@ class TestProcess:
         assert b"standard output" in done.stderr
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-    @pytest.mark.parametrize("form", ["text", "json"])
+    @pytest.mark.parametrize("form", FORMATS)
     def test_a_full_one_neither(self, folder, form):
         with open("/dev/full", "w") as full:
             done = spawn(["diff", "g.h5", "r.h5", "--format", form], folder, stdout=full, stderr=subprocess.PIPE)
         assert done.returncode == 3
         assert done.stderr.count(b"\n") == 1
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+    def test_a_note_that_finds_no_room_on_standard_error_changes_nothing(self, folder):
+        with open("/dev/full", "w") as full, pytest.MonkeyPatch.context() as patched:
+            patched.setenv("GITHUB_STEP_SUMMARY", "no/where.md")
+            done = spawn(["diff", "g.h5", "r.h5", "--format", "github"], folder, stdout=subprocess.PIPE, stderr=full)
+        assert (done.returncode, done.stdout.decode()) == (0, IDENTICAL + "\n")
 
     def test_nor_one_whose_reader_left(self, folder):
         read, write = os.pipe()

@@ -227,7 +227,13 @@ class TestRounds:
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [("a\nb\t c", "a b c"), ("\x1b[0m", "\\x1b[0m"), ("\u00e9\u4e2d", "\\xe9\\u4e2d"), ("\x7f", "\\x7f")],
+    [
+        ("a\nb\t c", "a b c"),
+        ("\x1b[0m", "\\x1b[0m"),
+        ("\u00e9\u4e2d", "\\xe9\\u4e2d"),
+        ("\x7f", "\\x7f"),
+        ("##[error]", "#\\x23[error]"),
+    ],
 )
 def test_safe_text_is_one_line_of_ascii(text, shown):
     assert safe(text) == shown

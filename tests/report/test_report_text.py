@@ -244,3 +244,11 @@ class TestRounds:
 
     def test_plain_decoding_has_no_such_line(self):
         assert self.lines(*pair()) == []
+
+
+def test_a_field_s_name_can_not_break_a_line():
+    golden, run = golden_side(), run_side(golden_side())
+    run.manifest["choices"]["x\nPASS"] = 1
+    text = report_text(judge(golden.evidence(), run.evidence()))
+    assert "\nPASS" not in text
+    assert "[provenance.choices.x PASS]" in text

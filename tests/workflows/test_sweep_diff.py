@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kdtr_cli.bundle.reader import open_bundle
 from kdtr_cli.bundle.schema import SequenceData
 from kdtr_cli.bundle.sweep import read_sweep, shared_manifest, write_sweep
 from kdtr_cli.bundle.writer import BundleWriter
+from kdtr_cli.cli.main import main
 from kdtr_cli.errors import InputError
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Verdict
@@ -299,3 +301,29 @@ class TestDiff:
             diff_sweeps(pair / "g", pair / "no")
         with pytest.raises(InputError, match="--select '99': the golden has no such sequence; it has: 0, 1"):
             diff_sweeps(pair / "g", pair / "r", JudgeOptions(select=("99",)))
+
+
+class TestFormats:
+    """`kdtr diff DIR1 DIR2` in the formats for machines."""
+
+    def told(self, capsys, folder, form):
+        code = main(["diff", str(folder / "g"), str(folder / "r"), "--format", form])
+        return code, capsys.readouterr().out
+
+    def test_a_whole_sweep(self, pair, capsys):
+        code, out = self.told(capsys, pair, "junit")
+        suite = ElementTree.fromstring(out).find("testsuite")
+        assert (code, suite.get("tests"), suite.get("failures"), suite.get("errors")) == (0, str(COUNT), "0", "0")
+        assert [c.get("name") for c in suite.iter("testcase")] == [str(i) for i in range(COUNT)]
+        assert {c.get("classname") for c in suite.iter("testcase")} == {"kdtr.g.ar"}
+        code, out = self.told(capsys, pair, "github")
+        assert (code, out.splitlines()[-1]) == (0, self.told(capsys, pair, "text")[1].splitlines()[-1])
+
+    def test_one_that_is_not_whole(self, copy, capsys):
+        os.unlink(copy / "r" / "shard-000001.h5")
+        code, out = self.told(capsys, copy, "junit")
+        suite = ElementTree.fromstring(out).find("testsuite")
+        assert (code, suite.get("tests"), suite.get("errors")) == (2, "1", "1")
+        code, out = self.told(capsys, copy, "github")
+        assert code == 2
+        assert out.startswith("::error title=kdtr diff%3A INVALID [sweep]::")
