@@ -30,7 +30,16 @@ from kdtr_cli.workflows.decode import Decoded, Draft, Job, decode
 from kdtr_cli.workflows.drafting import draft_settings, drafting_manifest, parse_drafter
 from kdtr_cli.workflows.manifest import common_manifest, logits_arrays
 
-__all__ = ["RunOptions", "RunSummary", "check_golden", "make_run", "open_golden_model", "prepare_run", "run_on"]
+__all__ = [
+    "RunOptions",
+    "RunSummary",
+    "check_golden",
+    "make_job",
+    "make_run",
+    "open_golden_model",
+    "prepare_run",
+    "run_on",
+]
 
 _BATCH = 8
 
@@ -80,7 +89,7 @@ def make_run(options: RunOptions, progress: Progress = lambda what, done, total:
     with open_bundle(options.golden) as golden:
         check_golden(golden)
         model = open_golden_model(golden, options)
-        job = _job(golden, model, options)
+        job = make_job(golden, model, options)
         manifest = _manifest(golden, job, options)
         with open_device(options.device) as device:
             return _run(device, golden, job, manifest, options, progress)
@@ -90,12 +99,12 @@ def run_on(device: Device, model: Model, manifest: dict[str, Any], options: RunO
     """Run one shard of a sweep on an open device: as `make_run`, but model and ``manifest`` are as prepared before."""
     check_target(options.output, options.force)
     with device, open_bundle(options.golden) as golden:
-        return _run(device, golden, _job(golden, model, options), manifest, options)
+        return _run(device, golden, make_job(golden, model, options), manifest, options)
 
 
 def prepare_run(device: Device, golden: Bundle, model: Model, options: RunOptions) -> dict[str, Any]:
     """The manifest that all runs of these options share, whatever part of the golden they run."""
-    manifest = _manifest(golden, _job(golden, model, options), options)
+    manifest = _manifest(golden, make_job(golden, model, options), options)
     manifest["run"] = _described(device, options)
     return manifest
 
@@ -136,7 +145,8 @@ def _described(device: Device, options: RunOptions) -> dict[str, Any]:
     return {**device.describe(), "kernels_sha256": _kernels_sha256(), "batch": options.batch or _BATCH}
 
 
-def _job(golden: Bundle, model: Model, options: RunOptions) -> Job:
+def make_job(golden: Bundle, model: Model, options: RunOptions) -> Job:
+    """What a run decodes; ``output`` and ``device`` play no part. InputError for options that don't fit the golden."""
     decoding = _decoding(golden.manifest["decoding"], options.steps)
     if options.teacher_force and options.mode != "ar":
         raise InputError(f"--teacher-force goes with --mode ar: in {options.mode} the engine's choices are the walk")
