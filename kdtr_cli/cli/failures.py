@@ -54,17 +54,22 @@ def _explain(error: BaseException) -> tuple[Exit, str]:
         case click.ClickException():
             return Exit.UNJUDGED, error.format_message()
         case Terminated() if error.number != signal.SIGINT:
-            return Exit.FAILED, f"stopped by {signal.Signals(error.number).name} before the end"
+            return Exit.FAILED, f"stopped by {signal.Signals(error.number).name} before the end{_notes(error)}"
         case KeyboardInterrupt() | click.Abort():
-            return Exit.FAILED, "interrupted before the end"
+            return Exit.FAILED, f"interrupted before the end{_notes(error)}"
         case BrokenPipeError():
             return Exit.FAILED, "the reader of the output left before everything was written"
         case MemoryError():
-            return Exit.FAILED, f"out of memory{': ' if str(error) else ''}{error}; use fewer or shorter prompts"
+            how = "use fewer or shorter prompts, or 'kdtr golden --memory-limit' for a large model"
+            return Exit.FAILED, f"out of memory{': ' if str(error) else ''}{error}; {how}"
         case OSError():
             return _operating_system(error)
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return Exit.FAILED, f"internal error: {what} (run again as 'kdtr --debug ...' to see where)"
+
+
+def _notes(error: BaseException) -> str:
+    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
 def _usage(error: click.UsageError) -> str:

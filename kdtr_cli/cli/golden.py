@@ -12,7 +12,7 @@ from kdtr_cli.ddtree.rounds import statistics
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.workflows.golden import GoldenOptions, GoldenPlan, GoldenSummary, make_golden, plan_golden
-from kdtr_cli.workflows.golden_memory import parse_size, shown_size
+from kdtr_cli.workflows.golden_memory import available, parse_size, shown_size
 from kdtr_cli.workflows.golden_plan import shown_time
 from kdtr_cli.workflows.golden_rounds import DraftOptions
 from kdtr_cli.workflows.prompts import PromptOptions
@@ -124,6 +124,8 @@ def golden(
         **options,
     )
     if plan:
+        if asked.drafting is not None:
+            notes().print("note: the plan does not count the rounds")
         show_plan(plan_golden(asked))
         return
     many = wanted_sweep(output, jobs, executor, shard_size)
@@ -153,7 +155,7 @@ def show_plan(plan: GoldenPlan) -> None:
         ]
         for line in plan.lines
     ]
-    header = ["pass", "times", "rows", "weights read", "multiply-adds", "time"]
+    header = ["pass", "times", "rows", "read, as float32", "multiply-adds", "time"]
     print_table(results(), header, rows, "lrrrrr")
     seconds = sum(line.seconds for line in plan.lines)
     kept = plan.budget.weights_limit
@@ -167,6 +169,9 @@ def show_plan(plan: GoldenPlan) -> None:
         f"time={shown_time(seconds)}",
     ]
     click.echo(" ".join(parts))
+    there = available()
+    if there is not None and plan.memory > there:
+        notes().print(f"note: more than the {shown_size(there)} that are free here: give --memory-limit")
 
 
 def _show_sweep(summary: SweepSummary, name: Path) -> None:
@@ -217,6 +222,8 @@ def show_golden(summary: GoldenSummary, name: str | None = None) -> None:
         ]
     parts.append(f"weights={'embedded' if summary.embedded else 'not-embedded'}")
     click.echo(" ".join(parts))
+    if summary.resumed:
+        notes().print("note: went on from the work of a command that was stopped")
     if summary.ties:
         notes().print(
             f"note: float64 would choose another token at {summary.ties} steps; the bundle lists them as ties"

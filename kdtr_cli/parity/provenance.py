@@ -220,7 +220,7 @@ def _compare_origin(golden: Evidence, run: Evidence) -> list[Finding]:
     recorded = _look_up(run.manifest, "run.golden_manifest_sha256")
     if recorded in (None, _MISSING) or golden.manifest_sha256 in (None, recorded):
         return []
-    message = "the run was made from another golden file than this one; all that matters in it is the same"
+    message = "the run was made from another golden file than this one, which alone is no fault"
     return [Finding(Level.NOTE, "origin", message, golden=golden.manifest_sha256, run=recorded)]
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,8 @@ class GoldenSummary:
     """What was made: the sequences (their logits are in the bundle only), the largest |exact - float64| of a logit, and
     the number of ties.
 
-    rounds: those of all sequences, and settings how they were drafted; None in plain decoding.
+    rounds: those of all sequences, and settings how they were drafted; None in plain decoding. resumed: it went on
+    from saved work.
     """
 
     path: Path
@@ -75,6 +76,7 @@ class GoldenSummary:
     embedded: bool
     settings: DraftSettings | None = None
     rounds: list[Round] | None = None
+    resumed: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,18 +107,21 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
     costs = _costs(options, model, NOMINAL, budget)
     meter = _Meter(progress, sum(line.seconds for line in plan_lines(costs, budget, options.steps)))
     if options.memory_limit is None or options.drafting is not None:
-        return _make(options, model, prompts, positions, meter, None)
+        return _make(options, model, prompts, positions, budget, meter, None)
     work = SavedWork(options.output, _job(options, model, prompts), options.force)
     try:
-        if work.resumed:
+        resumed = work.resumed
+        if resumed:
             progress(f"going on from {work.folder}", 0, 1)
         model.weights.known_digests = work.digests()
-        summary = _make(options, model, prompts, positions, meter, work)
-    except BaseException:
-        work.close()
+        summary = _make(options, model, prompts, positions, budget, meter, work)
+    except KeyboardInterrupt as stop:
+        stop.add_note("the same command goes on where this one stopped")
         raise
+    finally:
+        work.close()
     work.remove()
-    return summary
+    return replace(summary, resumed=resumed)
 
 
 def golden_budget(options: GoldenOptions, model: Model, prompts: list[Prompt]) -> Budget:
@@ -197,17 +202,18 @@ def _make(
     model: Model,
     prompts: list[Prompt],
     positions: int,
+    budget: Budget,
     meter: _Meter,
     work: SavedWork | None,
 ) -> GoldenSummary:
-    costs = _costs(options, model, NOMINAL, golden_budget(options, model, prompts))
+    costs = _costs(options, model, NOMINAL, budget)
     stored = sum(model.weights.stored_nbytes(name) for name in model.weights.stored_names)
     digests = model.weights.digests(lambda size: meter.add("digests", costs.digests() * size / max(1, stored)))
     if work is not None:
         work.save_digests(digests)
     meter.reach("digests", costs.digests())
     return write_golden(
-        prepare_golden(options, model, positions), prompts, options.output, options.force, meter.add, work
+        prepare_golden(options, model, positions), prompts, options.output, options.force, meter.add, budget, work
     )
 
 
@@ -265,6 +271,7 @@ def write_golden(
     output: Path,
     force: bool,
     tick: Tick = lambda what, seconds: None,
+    budget: Budget | None = None,
     work: SavedWork | None = None,
 ) -> GoldenSummary:
     """Decode the prompts and write the bundle; the weights go into it where the prepared manifest says so.
@@ -273,7 +280,7 @@ def write_golden(
     written when all are, so that a kill leaves nothing but the work.
     """
     options, model, drafting = prepared.options, prepared.model, prepared.drafting
-    budget = golden_budget(options, model, prompts)
+    budget = budget or golden_budget(options, model, prompts)
     prepared.reference.packed.keep_at_most(budget.weights_limit)
     if prepared.truth is not prepared.reference and budget.weights_limit is not None:
         prepared.truth.packed.keep_at_most(0)  # it is used once a group

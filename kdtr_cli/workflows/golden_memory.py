@@ -14,7 +14,7 @@ from kdtr_cli.model.prompts import Prompt
 from kdtr_cli.model.tensors import expected_tensors
 from kdtr_cli.model.weights import BLOCK_ELEMENTS
 
-__all__ = ["BATCH", "Budget", "make_budget", "parse_size", "shown_size"]
+__all__ = ["BATCH", "Budget", "available", "make_budget", "parse_size", "shown_size"]
 
 BATCH = 32  #: sequences decoded together
 _GROUP_TOKENS = 8192  # and their prompts' tokens: bounds memory where no limit is given
@@ -84,12 +84,21 @@ def make_budget(
     groups = _split(prompts, size, usable // 2) if exact else _split(prompts, size, None, BATCH)
     largest = max(sum(map(size, group)) for group in groups)
     if largest > usable:
-        need = shown_size((fixed + largest) * 10 // 9 + 10**6)
+        need, always = shown_size((fixed + largest) * 10 // 9 + 5 * 10**6), shown_size(fixed * 10 // 9)
         raise InputError(
             f"--memory-limit {shown_size(limit)}: {'a sequence' if exact else 'a group of sequences'} of this model "
-            f"needs about {need}; give more, or fewer --steps, or shorter prompts"
+            f"needs about {need} ({always} whatever the sequence); give more, or fewer --steps, or shorter prompts"
         )
     return Budget(groups, usable - largest, fixed + largest)
+
+
+def available() -> int | None:
+    """Bytes of memory that new work can have on this machine, where it says so."""
+    try:
+        with open("/proc/meminfo") as file:
+            return int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1]) * 1024
+    except (OSError, TypeError):
+        return None
 
 
 def _split(

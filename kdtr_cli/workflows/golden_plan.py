@@ -189,11 +189,11 @@ def calibrate(config: ModelConfig, weights: Weights) -> Rates:
 
 
 def shown_time(seconds: float) -> str:
-    """Seconds for people: '0.3 s', '12 s', '5 min', '3.4 h', '12 d'."""
+    """Seconds for people: '0.3 s', '112 s', '5.2 min', '3.4 h', '12 d'."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
-            return f"{seconds / size:.2g} {unit}"
-    return f"{seconds:.2g} s"
+            return f"{seconds / size:.{1 if seconds < 10 * size else 0}f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def _product_rates(ops: ModuleType, values: np.ndarray) -> tuple[float, float]:

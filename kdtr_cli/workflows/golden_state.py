@@ -61,8 +61,8 @@ class SavedWork:
         elif known != self._job:
             parts = sorted(key for key in self._job.keys() | known.keys() if self._job.get(key) != known.get(key))
             raise InputError(
-                f"{self.folder}: holds the unfinished work of another golden (its {', '.join(parts)} "
-                f"differ{'s' if len(parts) == 1 else ''}); give the same options to go on, or --force to start anew"
+                f"{self.folder}: holds the unfinished work of another golden (another: {', '.join(parts)}); give the "
+                "same options to go on, or --force to start anew"
             )
 
     @property
@@ -107,7 +107,6 @@ class SavedWork:
     def remove(self) -> None:
         """The bundle stands: nothing of this is needed any more."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
 
     def close(self) -> None:
         """Leave the work for another time."""

@@ -79,7 +79,7 @@ class TestGroups:
         one = prompts(300)
         with pytest.raises(InputError, match="a sequence of this model needs about") as caught:
             make_budget(10**7, TINY, one, 100, score=True, exact=True)
-        needed = parse_size(re.search(r"about (.*);", str(caught.value))[1])
+        needed = parse_size(re.search(r"about (.*) \(", str(caught.value))[1])
         assert make_budget(needed * 11 // 10, TINY, one, 100, score=True, exact=True).groups == [one]
 
     def test_ten_thousand_prompts_are_quick(self):

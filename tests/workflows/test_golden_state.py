@@ -1,5 +1,6 @@
 """A golden in bounded memory that was stopped goes on where it was, and ends in the same bytes."""
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kdtr_cli.cli.failures import explain
 from kdtr_cli.errors import InputError
 from kdtr_cli.workflows import golden as workflow
 from kdtr_cli.workflows import golden_memory, golden_state
@@ -122,7 +124,7 @@ class TestRefusals:
     def test_another_golden_s_work_is_not_taken(self, tmp_path):
         TestGoingOn().stopped(tmp_path / "g.h5", 220)
         other = GoldenOptions("tiny", tmp_path / "g.h5", PROMPTS, 4, memory_limit=GIGABYTE)
-        with pytest.raises(InputError, match=r"work of another golden \(its logits, steps differ\); give the"):
+        with pytest.raises(InputError, match=r"work of another golden \(another: logits, steps\); give the same"):
             make_golden(other)
         assert (tmp_path / "g.h5.partial").is_dir()
 
@@ -138,7 +140,9 @@ class TestRefusals:
         with pytest.raises(InputError, match="another kdtr is at work"):
             SavedWork(tmp_path / "g.h5", {"a": 1}, False)
         held.close()
-        SavedWork(tmp_path / "g.h5", {"a": 1}, False).remove()
+        again = SavedWork(tmp_path / "g.h5", {"a": 1}, False)
+        again.close()
+        again.remove()
         assert not any(tmp_path.iterdir())
 
     @pytest.mark.parametrize("name", ["state.npz", "group-000000.npz", "digests.json", "job.json"])
@@ -153,3 +157,26 @@ class TestRefusals:
         (tmp_path / "g.h5.partial").write_text("in the way")
         with pytest.raises(InputError, match=r"g\.h5\.partial: cannot be written"):
             make_golden(options(tmp_path / "g.h5"))
+
+
+@pytest.mark.quick
+def test_a_stop_says_that_the_work_is_kept(tmp_path):
+    def tell(what, done, total):
+        if what == "float64":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        make_golden(options(tmp_path / "g.h5"), tell)
+    assert stopped.value.__notes__ == ["the same command goes on where this one stopped"]
+    assert explain(stopped.value)[1] == ("interrupted before the end; the same command goes on where this one stopped")
+    assert make_golden(options(tmp_path / "g.h5")).resumed
+    assert not make_golden(options(tmp_path / "h.h5")).resumed
+
+
+@pytest.mark.quick
+def test_a_refused_limit_leaves_nothing(tmp_path):
+    """Also where the process has grown meanwhile: the memory is looked at once."""
+    for limit in (10**6, 30 * 10**6, 60 * 10**6):
+        with contextlib.suppress(InputError):
+            make_golden(GoldenOptions("tiny", tmp_path / f"{limit}.h5", PROMPTS, 3, memory_limit=limit))
+    assert not any(path.suffix == ".partial" for path in tmp_path.iterdir())
