@@ -108,18 +108,22 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
     meter = _Meter(progress, sum(line.seconds for line in plan_lines(costs, budget, options.steps)))
     if options.memory_limit is None or options.drafting is not None:
         return _make(options, model, prompts, positions, budget, meter, None)
-    work = SavedWork(options.output, _job(options, model, prompts), options.force)
+    sizes = [len(group) for group in budget.groups]
+    work = SavedWork(options.output, _job(options, model, prompts), sizes, options.force)
     try:
+        budget = budget.regrouped(work.groups)
         resumed = work.resumed
         if resumed:
             progress(f"going on from {work.folder}", 0, 1)
         model.weights.known_digests = work.digests()
         summary = _make(options, model, prompts, positions, budget, meter, work)
     except KeyboardInterrupt as stop:
+        work.close()
         stop.add_note("the same command goes on where this one stopped")
         raise
-    finally:
+    except BaseException:
         work.close()
+        raise
     work.remove()
     return replace(summary, resumed=resumed)
 
@@ -150,6 +154,8 @@ def plan_golden(options: GoldenOptions) -> GoldenPlan:
     """Look at the model, the prompts and this machine, and say what the golden would take; nothing is written."""
     model, prompts, _ = open_prompts(options)
     parse_logits(options.logits, model.config.vocab_size)
+    if options.drafting is not None:
+        open_drafting(options.drafting, model.config)
     budget = golden_budget(options, model, prompts)
     costs = _costs(options, model, calibrate(model.config, model.weights), budget)
     packed = costs.total * (4 + 8 if options.exact else 8)
@@ -186,15 +192,22 @@ def _job(options: GoldenOptions, model: Model, prompts: list[Prompt]) -> dict[st
     return {
         "kdtr": f"{__version__}, contract {CONTRACT_VERSION}",
         "model": [model.name, hashlib.sha256(model.config_text.encode()).hexdigest()],
-        "weight files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files],
+        "weight files": [[file.name, *_identity(file)] for file in files],
         "prompts": digest.hexdigest(),
         "steps": [options.steps, options.ignore_eos],
+        "stop ids": list(model.config.eos_token_ids),
         "temperature": [options.temperature, options.prompts.seed],
         "arithmetic": "exact" if options.exact else options.single,
         "logits": [options.logits, options.score],
         "choices": [options.choices.latent_norm_eps, options.choices.rope_angles],
         "memory limit": options.memory_limit,
     }
+
+
+def _identity(file: Path) -> list[int]:
+    """What changes when somebody writes to a file, even if the time of the last change is put back."""
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def _make(

@@ -6,7 +6,8 @@ bytes, and a tenth of the limit is left for what the allocator keeps.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import ModelConfig
@@ -44,6 +45,12 @@ class Budget:
     groups: list[list[Prompt]]
     weights_limit: int | None
     working: int
+
+    def regrouped(self, sizes: list[int]) -> "Budget":
+        """The same prompts in groups of these sizes, as work that goes on has them."""
+        prompts = [prompt for group in self.groups for prompt in group]
+        edges = [0, *accumulate(sizes)]
+        return replace(self, groups=[prompts[a:b] for a, b in pairwise(edges)])
 
 
 def parse_size(text: str) -> int:

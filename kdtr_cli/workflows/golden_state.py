@@ -1,20 +1,23 @@
 """Work of an unfinished golden on disk, so that Ctrl-C, a kill or a crash loses little of it.
 
-OUTPUT.partial/ is a folder of files that each appear whole or not at all: ``job.json`` (what the work belongs to),
-``digests.json``, ``group-N.npz`` of every finished group, and ``state.npz`` of the one under way. It is removed when
-the bundle stands. One process at a time holds it (a lock on the file ``lock``).
+OUTPUT.partial/ is a folder of files that each appear whole or not at all, and carry the SHA-256 of what they hold:
+``job.json`` (what the work belongs to, and how the prompts are grouped), ``digests.json``, ``group-N.npz`` of every
+finished group, and ``state.npz`` of the one under way. It is removed when the bundle stands. One process at a time
+holds it, by a lock on the file ``lock``. A folder with anything else in it is left alone.
 """
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
-import shutil
+import re
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -26,44 +29,72 @@ __all__ = ["SavedWork", "pack_state", "unpack_state"]
 
 _LEAST_SECONDS = 20.0  # between two saved states
 _SHARE = 20  # and at least this many times what the last one took
+_OWN = re.compile(r"(lock|job\.json|digests\.json|state\.npz|group-\d{6,}\.npz)(\.new)?")
+_DIGEST = 32  # bytes in front of an .npz
+_DAMAGED = (OSError, ValueError, TypeError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 class SavedWork:
-    """The folder of one golden. ``job``: everything that decides its bytes, as JSON values."""
+    """The folder of one golden. ``job``: everything that decides its bytes, as JSON values.
 
-    def __init__(self, output: Path, job: Mapping[str, Any], force: bool) -> None:
+    ``groups``: how many prompts each group has. Those of the work that is there hold: they follow from the memory that
+    a process had when it began, and are asked for as ``self.groups``.
+    """
+
+    def __init__(self, output: Path, job: Mapping[str, Any], groups: list[int], force: bool) -> None:
         self.folder = output.with_name(output.name + ".partial")
-        self._job = json.loads(json.dumps(job))
+        self.groups = groups
         self._saved_at = time.monotonic()
         self._took = 0.0
+        self._lock = self._enter()
         try:
-            if force and self.folder.is_dir():
-                shutil.rmtree(self.folder)
-            self.folder.mkdir(exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise InputError(f"{self.folder}: cannot be written ({error.strerror})") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise InputError(f"{self.folder}: another kdtr is at work on this golden") from None
-        try:
-            self._check_job()
+            if force:
+                self._clear()
+            self._check_job(json.loads(json.dumps(job)))
         except BaseException:
             self.close()
             raise
 
-    def _check_job(self) -> None:
+    def _enter(self) -> int:
+        """Make the folder, see that it is kdtr's, and take the lock; its descriptor."""
+        try:
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir()
+            if self.folder.is_symlink() or not self.folder.is_dir():
+                raise InputError(f"{self.folder}: in the way: kdtr keeps unfinished work there; move it away")
+            alien = sorted(path.name for path in self.folder.iterdir() if not _OWN.fullmatch(path.name))
+            if alien:
+                raise InputError(f"{self.folder}: holds {alien[0]!r}, which is not kdtr's; move the folder away")
+            while True:
+                handle = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    os.close(handle)
+                    raise InputError(f"{self.folder}: another kdtr is at work on this golden") from None
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(handle), os.stat(self.folder / "lock")):
+                        return handle
+                os.close(handle)  # of a lock that its owner has removed meanwhile
+                self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{self.folder}: cannot be written ({error.strerror})") from None
+
+    def _check_job(self, job: Any) -> None:
         known = self._read_json("job.json")
         if known is None:
-            self._write("job.json", lambda path: path.write_text(json.dumps(self._job)))
-        elif known != self._job:
-            parts = sorted(key for key in self._job.keys() | known.keys() if self._job.get(key) != known.get(key))
+            if any(self.folder.glob("*.npz")) or (self.folder / "digests.json").exists():
+                raise InputError(f"{self.folder / 'job.json'}: is missing; --force starts anew")
+            self._write_json("job.json", {"job": job, "groups": self.groups})
+            return
+        was = known["job"]
+        if was != job:
+            parts = sorted(key for key in job.keys() | was.keys() if job.get(key) != was.get(key))
             raise InputError(
                 f"{self.folder}: holds the unfinished work of another golden (another: {', '.join(parts)}); give the "
                 "same options to go on, or --force to start anew"
             )
+        self.groups = known["groups"]
 
     @property
     def resumed(self) -> bool:
@@ -77,16 +108,15 @@ class SavedWork:
 
     def save_digests(self, digests: Digests) -> None:
         """Keep them."""
-        text = json.dumps({"stored": digests.stored, "used": digests.used})
-        self._write("digests.json", lambda path: path.write_text(text))
+        self._write_json("digests.json", {"stored": digests.stored, "used": digests.used})
 
     def group(self, number: int) -> dict[str, np.ndarray] | None:
         """The arrays of a finished group."""
-        return self._load(f"group-{number:06d}.npz")
+        return self._load(_group_name(number))
 
     def save_group(self, number: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Keep a finished group; the state under way was its own and goes."""
-        self._write(f"group-{number:06d}.npz", lambda path: _save(path, arrays))
+        self._write(_group_name(number), lambda file: _save(file, arrays))
         with contextlib.suppress(FileNotFoundError):
             (self.folder / "state.npz").unlink()
 
@@ -100,50 +130,96 @@ class SavedWork:
         began = time.monotonic()
         if began - self._saved_at < max(_LEAST_SECONDS, _SHARE * self._took):
             return
-        self._write("state.npz", lambda path: _save(path, {**arrays(), "group": np.array(number)}))
+        self._write("state.npz", lambda file: _save(file, {**arrays(), "group": np.array(number)}))
         self._saved_at = time.monotonic()
         self._took = self._saved_at - began
 
     def remove(self) -> None:
-        """The bundle stands: nothing of this is needed any more."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """The bundle stands: nothing of this is needed any more. The lock goes last, and is let go."""
+        with contextlib.suppress(OSError):
+            self._clear()
+            (self.folder / "lock").unlink()
+            self.folder.rmdir()
+        self.close()
 
     def close(self) -> None:
-        """Leave the work for another time."""
+        """Let the lock go and leave the work for another time."""
         os.close(self._lock)
 
+    def _clear(self) -> None:
+        for path in self.folder.iterdir():
+            if path.name != "lock" and _OWN.fullmatch(path.name):
+                path.unlink()
+
     def _read_json(self, name: str) -> Any:
-        path = self.folder / name
-        try:
-            found = json.loads(path.read_text()) if path.exists() else None
-            if not isinstance(found, dict | None):
+        data = self._read(name)
+        if data is None:
+            return None
+        with self._reading(name):
+            text = json.loads(data)
+            if text["sha256"] != hashlib.sha256(text["holds"].encode()).hexdigest():
                 raise ValueError
-            return found
-        except (OSError, ValueError):
-            raise InputError(f"{path}: cannot be read; --force starts anew") from None
+            return json.loads(text["holds"])
+
+    def _read(self, name: str) -> bytes | None:
+        path = self.folder / name
+        with self._reading(name):
+            if not os.path.lexists(path):
+                return None
+            if not path.is_file() or path.is_symlink():
+                raise ValueError
+            return path.read_bytes()
 
     def _load(self, name: str) -> dict[str, np.ndarray] | None:
         path = self.folder / name
-        if not path.exists():
-            return None
-        try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-                return dict(arrays)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            raise InputError(f"{path}: cannot be read; --force starts anew") from None
+        with self._reading(name):
+            if not os.path.lexists(path):
+                return None
+            if not path.is_file() or path.is_symlink():
+                raise ValueError
+            with open(path, "rb") as file:
+                wanted = file.read(_DIGEST)
+                # before NumPy looks: of a header that was changed it reads less than the zip file's own sum covers
+                if hashlib.file_digest(file, "sha256").digest() != wanted:
+                    raise ValueError
+                file.seek(_DIGEST)
+                with np.load(file, allow_pickle=False) as arrays:
+                    return dict(arrays)
 
-    def _write(self, name: str, write: Callable[[Path], Any]) -> None:
+    @contextlib.contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except _DAMAGED:
+            raise InputError(f"{self.folder / name}: cannot be read; --force starts anew") from None
+
+    def _write_json(self, name: str, value: Any) -> None:
+        text = json.dumps(value)
+        whole = json.dumps({"holds": text, "sha256": hashlib.sha256(text.encode()).hexdigest()})
+        self._write(name, lambda file: file.write(whole.encode()))
+
+    def _write(self, name: str, write: Callable[[BinaryIO], Any]) -> None:
         temporary = self.folder / f"{name}.new"
         try:
-            write(temporary)
+            with open(temporary, "w+b") as file:
+                write(file)
             os.replace(temporary, self.folder / name)
         except OSError as error:
             raise DeviceError(f"{self.folder / name}: cannot be written ({error.strerror})") from None
 
 
-def _save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    with open(path, "wb") as file:
-        np.savez(file, **arrays)
+def _group_name(number: int) -> str:
+    return f"group-{number:06d}.npz"
+
+
+def _save(file: BinaryIO, arrays: Mapping[str, np.ndarray]) -> None:
+    """An .npz behind the SHA-256 of its bytes."""
+    file.write(bytes(_DIGEST))
+    np.savez(file, **arrays)
+    file.seek(_DIGEST)
+    digest = hashlib.file_digest(file, "sha256").digest()
+    file.seek(0)
+    file.write(digest)
 
 
 def pack_state(decode: Decode, scoring: Scoring | None) -> dict[str, np.ndarray]:
@@ -170,7 +246,12 @@ def pack_state(decode: Decode, scoring: Scoring | None) -> dict[str, np.ndarray]
 
 
 def unpack_state(arrays: Mapping[str, np.ndarray], decode: Decode) -> Scoring | None:
-    """Put a packed state into ``decode``, which has just begun; returns the scoring that was under way."""
+    """Put a packed state into ``decode``, which has just begun; returns the scoring that was under way.
+
+    ValueError where it is of another group.
+    """
+    if arrays["tokens"].shape != decode.tokens.shape:
+        raise ValueError("the state of another group")
     decode.tokens[:], decode.lengths[:], decode.stopped[:] = arrays["tokens"], arrays["lengths"], arrays["stopped"]
     decode.step = int(arrays["step"])
     for slot, made in enumerate(decode.lengths):

@@ -17,6 +17,7 @@ from kdtr_cli.workflows.golden import (
     GoldenOptions,
     PreparedGolden,
     Progress,
+    golden_budget,
     open_prompts,
     prepare_golden,
     write_golden,
@@ -62,6 +63,7 @@ def make_golden_sweep(
 def _plan(options: GoldenOptions, size: int) -> tuple[Sweep, list[Prompt]]:
     """The plan and all prompts; the model does not outlive this: workers open their own."""
     model, prompts, positions = open_prompts(options)
+    golden_budget(options, model, prompts)  # a limit too small for a sequence is said before anything is written
     shards = cut(((prompt.id, prompt.stream, array_sha256(prompt.ids)) for prompt in prompts), size)
     return Sweep("golden", prepare_golden(options, model, positions).manifest, shards), prompts
 

@@ -1,15 +1,18 @@
 """A golden in bounded memory that was stopped goes on where it was, and ends in the same bytes."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kdtr_cli.cli.failures import explain
 from kdtr_cli.errors import InputError
+from kdtr_cli.model.presets import write_model
 from kdtr_cli.workflows import golden as workflow
 from kdtr_cli.workflows import golden_memory, golden_state
 from kdtr_cli.workflows.golden import GoldenOptions, make_golden
@@ -136,27 +139,127 @@ class TestRefusals:
         assert (tmp_path / "g.h5").read_bytes() == whole
 
     def test_two_at_once(self, tmp_path):
-        held = SavedWork(tmp_path / "g.h5", {"a": 1}, False)
-        with pytest.raises(InputError, match="another kdtr is at work"):
-            SavedWork(tmp_path / "g.h5", {"a": 1}, False)
+        held = SavedWork(tmp_path / "g.h5", {"a": 1}, [1], False)
+        for force in (False, True):
+            with pytest.raises(InputError, match="another kdtr is at work"):
+                SavedWork(tmp_path / "g.h5", {"a": 1}, [1], force)
         held.close()
-        again = SavedWork(tmp_path / "g.h5", {"a": 1}, False)
-        again.close()
-        again.remove()
+        SavedWork(tmp_path / "g.h5", {"a": 1}, [1], False).remove()
         assert not any(tmp_path.iterdir())
 
+    def test_a_lock_that_was_removed_meanwhile_is_no_lock(self, tmp_path, monkeypatch):
+        first = SavedWork(tmp_path / "g.h5", {"a": 1}, [1], False)
+        real, opened = os.open, []
+
+        def late(path, *args):
+            handle = real(path, *args)
+            if not opened:
+                opened.append(handle)
+                first.remove()  # between the opening and the locking of the second
+            return handle
+
+        monkeypatch.setattr(golden_state.os, "open", late)
+        second = SavedWork(tmp_path / "g.h5", {"a": 1}, [1], False)
+        monkeypatch.undo()
+        with pytest.raises(InputError, match="another kdtr is at work"):
+            SavedWork(tmp_path / "g.h5", {"a": 1}, [1], False)
+        second.remove()
+
     @pytest.mark.parametrize("name", ["state.npz", "group-000000.npz", "digests.json", "job.json"])
-    def test_a_damaged_file_is_said_in_one_line(self, tmp_path, name):
+    def test_a_flipped_bit_is_seen_wherever_it_is(self, tmp_path, name):
+        steps = []
+        make_golden(options(tmp_path / "count.h5"), lambda what, done, total: steps.append(what))
+        TestGoingOn().stopped(tmp_path / "g.h5", len(steps) - 3)
+        path = tmp_path / "g.h5.partial" / name
+        data = path.read_bytes()
+        for at in (*range(0, len(data), max(1, len(data) // 40)), len(data) - 1):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+            with pytest.raises(InputError, match=r"cannot be read; --force starts anew|another golden"):
+                make_golden(options(tmp_path / "g.h5"))
+        path.write_bytes(data[: len(data) // 2])
+        with pytest.raises(InputError, match=r"cannot be read; --force starts anew"):
+            make_golden(options(tmp_path / "g.h5"))
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(InputError, match=r"cannot be read; --force starts anew"):
+            make_golden(options(tmp_path / "g.h5"))
+        assert not (tmp_path / "g.h5").exists()
+
+    @pytest.mark.parametrize("force", [False, True])
+    def test_a_folder_that_is_not_kdtr_s_is_left_alone(self, tmp_path, force):
+        other = tmp_path / "g.h5.partial"
+        (other / "photos").mkdir(parents=True)
+        with pytest.raises(InputError, match="holds 'photos', which is not kdtr's"):
+            make_golden(options(tmp_path / "g.h5", force=force))
+        assert [path.name for path in other.iterdir()] == ["photos"]
+        link, target = tmp_path / "l.h5.partial", tmp_path / "target"
+        target.mkdir()
+        link.symlink_to(target)
+        with pytest.raises(InputError, match="in the way"):
+            make_golden(options(tmp_path / "l.h5", force=force))
+        assert not any(target.iterdir())
+
+    def test_work_without_its_job_is_not_taken(self, tmp_path):
         TestGoingOn().stopped(tmp_path / "g.h5", 232)
-        damaged = tmp_path / "g.h5.partial" / name
-        damaged.write_bytes(b"PK\x03\x04 no")
-        with pytest.raises(InputError, match=rf"{name}: cannot be read; --force starts anew"):
+        (tmp_path / "g.h5.partial" / "job.json").unlink()
+        with pytest.raises(InputError, match=r"job\.json: is missing; --force starts anew"):
             make_golden(options(tmp_path / "g.h5"))
 
     def test_a_folder_that_cannot_be_made(self, tmp_path):
         (tmp_path / "g.h5.partial").write_text("in the way")
-        with pytest.raises(InputError, match=r"g\.h5\.partial: cannot be written"):
+        with pytest.raises(InputError, match=r"g\.h5\.partial: in the way"):
             make_golden(options(tmp_path / "g.h5"))
+
+    def test_a_model_that_changed_meanwhile(self, tmp_path):
+        write_model(tmp_path / "m", "tiny")
+        asked = replace(options(tmp_path / "g.h5"), model=str(tmp_path / "m"))
+
+        def stopped() -> None:
+            told = []
+
+            def tell(what, done, total):
+                told.append(what)
+                if what == "prompts":
+                    raise Stop
+
+            with pytest.raises(Stop):
+                make_golden(asked, tell)
+
+        stopped()
+        (tmp_path / "m" / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+        with pytest.raises(InputError, match="another: stop ids"):
+            make_golden(asked)
+        write_model(tmp_path / "m", "tiny", force=True)
+        with pytest.raises(InputError, match="another: weight files"):
+            make_golden(asked)
+        asked = replace(asked, force=True)
+        stopped()
+        asked = replace(asked, force=False)
+        weights = tmp_path / "m" / "model.safetensors"
+        was, data = weights.stat(), bytearray(weights.read_bytes())
+        data[-9] ^= 1
+        with open(weights, "r+b") as file:
+            file.write(data)
+        os.utime(weights, ns=(was.st_atime_ns, was.st_mtime_ns))
+        with pytest.raises(InputError, match="another: weight files"):
+            make_golden(asked)
+
+
+@pytest.mark.quick
+def test_groups_are_those_of_the_first_start(tmp_path, whole, monkeypatch):
+    """They follow from the memory that is there, which is never twice the same."""
+    path, steps = tmp_path / "g.h5", []
+    make_golden(options(tmp_path / "count.h5"), lambda what, done, total: steps.append(what))
+    TestGoingOn().stopped(path, len(steps) - 3)
+    real = golden_memory.make_budget
+
+    def one_by_one(*args, **more):
+        budget, prompts = real(*args, **more), args[2]
+        return golden_memory.Budget([[p] for p in prompts], budget.weights_limit, budget.working)
+
+    monkeypatch.setattr(workflow, "make_budget", one_by_one)
+    make_golden(options(path))
+    assert path.read_bytes() == whole
 
 
 @pytest.mark.quick
