@@ -1,5 +1,6 @@
 """What a foreign engine may write, and that anything else is one line and no answer."""
 
+import contextlib
 import io
 import json
 import pickle
@@ -249,6 +250,24 @@ class TestRefused:
             path.write_bytes(whole[:length])
             refused(path, folder)
 
+    @pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".json"])
+    def test_damage_anywhere_is_an_answer_or_one_line(self, tmp_path, folder, suffix):
+        """Random bytes of a good file replaced: it reads as something of the right form, or it is refused."""
+        path = tmp_path / f"out{suffix}"
+        if suffix == ".json":
+            entry = {"tokens": [1, 2], "finish_reason": "length", "logits": [[1.5, "nan"] * 4] * 2}
+            path.write_text(json.dumps({"about": {"name": "e"}, "sequences": [entry, entry]}))
+        else:
+            write(path, right())
+        whole, draw = path.read_bytes(), np.random.default_rng(7)
+        for _ in range(150):
+            data = bytearray(whole)
+            for place in draw.integers(0, len(data), draw.integers(1, 4)):
+                data[place] = draw.integers(0, 256)
+            path.write_bytes(data)
+            with contextlib.suppress(EngineError):
+                assert len(read(path, folder)[0]) == 2
+
     def test_a_flipped_bit_in_an_npz(self, tmp_path, folder):
         path = write(tmp_path / "out.npz", right())
         data = bytearray(path.read_bytes())
@@ -263,9 +282,9 @@ class TestRefused:
             def __reduce__(self):
                 return Path.touch, (touched,)
 
-        for name in ("logits", "about", "tokens/ids"):
-            np.savez(tmp_path / "out.npz", allow_pickle=True, **changed(**{name: np.array([Evil()], object)}))
-            refused(tmp_path / "out.npz", folder, "out.npz")
+        for name, word in (("logits", "pickle"), ("about", "allow_pickle=False"), ("tokens/ids", "pickle")):
+            np.savez(tmp_path / "out.npz", **changed(**{name: np.array([Evil()], object)}))
+            refused(tmp_path / "out.npz", folder, word)
         (tmp_path / "out").write_bytes(pickle.dumps(Evil()))
         refused(tmp_path / "out", folder, "neither")
         assert not touched.exists()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -26,7 +27,7 @@ from kdtr_cli.workflows.verify import verify_bundle
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
-    return golden_of(tmp_path_factory.mktemp("engine run") / "golden.h5")
+    return golden_of(tmp_path_factory.mktemp("engine run") / "golden.h5", embed_weights=False)
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +161,7 @@ class TestBundle:
     def test_a_golden_that_keeps_less_is_judged_by_what_it_keeps(self, golden, tmp_path):
         """The engine's full rows are kept, whatever the golden keeps of its own."""
         for form, verdict in (("digest", Verdict.IDENTICAL), ("top:5", Verdict.IDENTICAL)):
-            less = golden_of(tmp_path / "less.h5", logits=form, force=True)
+            less = golden_of(tmp_path / "less.h5", logits=form, force=True, embed_weights=False)
             answer = saved(tmp_path / "answer", right_answer(golden))
             run(less, tmp_path / "r.h5", copier(answer), force=True)
             assert diff(less, tmp_path / "r.h5").verdict is verdict
@@ -171,8 +172,9 @@ class TestBundle:
 
 
 class TestQuestion:
-    def test_the_engine_sees_no_answer_in_any_file(self, golden, tmp_path):
+    def test_the_engine_sees_no_answer_in_any_file(self, tmp_path):
         """All that lies in the private folder is copied away and looked through for the golden's bytes."""
+        golden = golden_of(tmp_path / "whole.h5", embed_weights=True)
         script = f'cp -r "$(dirname "$2")/.." "{tmp_path}/seen"; cp "$3" "$1"'
         answer = saved(tmp_path / "answer", right_answer(golden))
         run(golden, tmp_path / "r.h5", shell(script, answer))
@@ -312,11 +314,20 @@ def mixed(argument, question):
 NOTHING = 3
 
 
+def documented(argument, question):
+    """The engine of docs/engines.md, word for word."""
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(code, names)
+    return names["engine"](argument, question)
+
+
 class TestTable:
     @pytest.fixture(autouse=True)
     def points(self, monkeypatch):
         names = {"replay": "replay", "broken": "broken", "half": "half", "none": "none", "mixed": "mixed"}
-        names |= {"nothing": "NOTHING", "gone": "no_such", "command": "replay"}
+        names |= {"documented": "documented", "nothing": "NOTHING", "gone": "no_such", "command": "replay"}
         points = [EntryPoint(n, f"{__name__}:{v}", engines.GROUP) for n, v in names.items()]
         points += [EntryPoint("twice", f"{__name__}:{v}", engines.GROUP) for v in ("replay", "half")]
         monkeypatch.setattr(engines, "entry_points", lambda group: [p for p in points if p.group == group])
@@ -327,13 +338,17 @@ class TestTable:
         assert [r.tokens.tolist() for _, r in summary.sequences] == [[0, 0], [0, 0]]
         assert diff(golden, tmp_path / "r.h5").verdict is Verdict.DIVERGED
 
+    def test_the_engine_of_the_guide_takes_part(self, golden, tmp_path):
+        assert run(golden, tmp_path / "r.h5", "documented").engine == "documented:my model"
+        assert diff(golden, tmp_path / "r.h5").verdict is Verdict.DIVERGED
+
     def test_kdtr_s_own_name_can_t_be_taken(self):
         assert engines.find_engine("command:x")[2].__module__ == "kdtr_cli.workflows.engine_command"
 
     @pytest.mark.parametrize(
         ("engine", "error", "word"),
         [
-            ("other", InputError, "'other': no such engine; there are: broken, command, gone, half"),
+            ("other", InputError, "'other': no such engine; there are: broken, command, documented, gone"),
             ("", InputError, "no such engine"),
             ("twice", InputError, "two packages"),
             ("gone", InputError, "can't be loaded"),
