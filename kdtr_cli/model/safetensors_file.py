@@ -77,7 +77,7 @@ class SafetensorsFile:
             raise InputError(f"{self.path}: cut short: a header of {length} bytes in a file of {size}")
         header = parse_json(self._read_at(8, length, "the header").obj, f"{self.path}: header", MAX_ITEMS)
         base = 8 + length
-        self.metadata = self._metadata(header.get("__metadata__", {}))
+        self.metadata = self._metadata(header.get("__metadata__"))
         regions = {}
         for name, entry in header.items():
             if name != "__metadata__":
@@ -93,6 +93,8 @@ class SafetensorsFile:
         return regions
 
     def _metadata(self, entry: Any) -> dict[str, str]:
+        if entry is None:  # as the library takes it
+            return {}
         if not isinstance(entry, dict) or any(type(value) is not str for value in entry.values()):
             raise InputError(f"{self.path}: __metadata__ is {shown(entry)}, not texts by key")
         return entry
