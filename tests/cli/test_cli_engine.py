@@ -131,6 +131,33 @@ class TestExamples:
         )
 
 
+class TestPackages:
+    def test_an_installed_package_adds_its_engine(self, golden, tmp_path):
+        info = tmp_path / "site" / "their_engine-1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-engine\nVersion: 1\n")
+        (info / "entry_points.txt").write_text("[kdtr.engines]\ntheirs = their_engine:engine\n")
+        (tmp_path / "site" / "their_engine.py").write_text(
+            "import numpy as np\n"
+            "from kdtr_cli.workflows.engines import Answer, AnswerSequence\n"
+            "def engine(argument, question):\n"
+            "    tokens = np.full(question.decoding.steps, int(argument))\n"
+            "    return Answer('t', [AnswerSequence(tokens, 'length') for _ in question.prompts])\n"
+        )
+        path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path / 'site'}"}
+        for engine, code, word in (
+            ("theirs:9", 0, "by theirs:t sequences=2 tokens=10 logits=none"),
+            ("theirs:512", 3, 'sequence "0": tokens holds the id 512, outside the vocabulary 0..511'),
+            ("theirs:x", 3, "engine theirs failed: ValueError: invalid literal"),
+            ("other", 2, "there are: command, theirs"),
+        ):
+            process = kdtr_alone("run", golden, "-o", tmp_path / "r.h5", "--engine", engine, "--force", env=path)
+            out, err = process.communicate(timeout=60)
+            assert process.returncode == code, err
+            assert word in (out if code == 0 else err)
+            assert err.count("\n") == (code != 0)
+
+
 class TestSignals:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_a_signal_kills_the_engine_and_leaves_nothing(self, golden, folder, tmp_path, number):
