@@ -1,4 +1,4 @@
-"""Exit codes and the two kinds of error, in one place.
+"""Exit codes and the three kinds of error, in one place.
 
 Everything that can go wrong ends as one of these with a one-line message that says what is wrong, where, and what to
 do. The command line prints the line on standard error and leaves with the error's exit code; it never prints a
@@ -7,7 +7,7 @@ traceback unless asked with ``--debug``.
 
 from enum import IntEnum
 
-__all__ = ["DeviceError", "Exit", "InputError", "KdtrError"]
+__all__ = ["DeviceError", "EngineError", "Exit", "InputError", "KdtrError"]
 
 
 class Exit(IntEnum):
@@ -33,5 +33,11 @@ class InputError(KdtrError):
 
 class DeviceError(KdtrError):
     """A device, a compiler or kdtr's own engine failed (exit 3)."""
+
+    exit_code = Exit.FAILED
+
+
+class EngineError(KdtrError):
+    """A foreign engine failed, or what it wrote can't be used as its answer (exit 3)."""
 
     exit_code = Exit.FAILED

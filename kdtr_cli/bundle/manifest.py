@@ -190,8 +190,8 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
             raise SchemaError(f"the manifest's {path!r} must be {wanted}")
     if manifest["kind"] not in KINDS:
         raise SchemaError(f"the manifest's kind {manifest['kind']!r} is not one of {', '.join(KINDS)}")
-    if not re.fullmatch(r"full|digest|top:[1-9][0-9]{0,8}", manifest["logits"]):
-        raise SchemaError(f"the manifest's logits {manifest['logits']!r} is not full, top:K or digest")
+    if not re.fullmatch(r"full|digest|none|top:[1-9][0-9]{0,8}", manifest["logits"]):
+        raise SchemaError(f"the manifest's logits {manifest['logits']!r} is not full, top:K, digest or none")
     _check_sequences(manifest["sequences"])
     for path, entry in manifest["datasets"].items():
         _check_entry(path, entry)

@@ -5,10 +5,12 @@ from typing import Any
 
 import click
 
+from kdtr_cli.bundle.sweep import is_sweep
 from kdtr_cli.cli.console import notes, progress
 from kdtr_cli.cli.sweep_options import output_option, show_sweep, sweep_options, wanted_sweep
 from kdtr_cli.ddtree.rounds import statistics
 from kdtr_cli.errors import InputError
+from kdtr_cli.workflows.engine_run import EngineRunOptions, make_engine_run
 from kdtr_cli.workflows.run import RunOptions, RunSummary, make_run
 from kdtr_cli.workflows.show import continuation
 from kdtr_cli.workflows.sweep import SweepSummary
@@ -31,20 +33,42 @@ __all__ = ["run", "show_run"]
 @click.option("--budget", type=click.IntRange(1, 1024), help="Nodes of a tree.  [default: as the golden, or block - 1]")
 @click.option("--block-size", type=click.IntRange(2, 33), help="Root and tokens drafted ahead.  [default: 8]")
 @click.option("--device", type=click.Choice(("auto", "gpu", "cpu")), default="auto", show_default=True)
-@click.option("--tier", type=click.Choice(("exact",)), default="exact", show_default=True)
+@click.option(
+    "--tier",
+    type=click.Choice(("exact", "bf16", "fp16", "fp8", "int4")),
+    default="exact",
+    show_default=True,
+    help="The arithmetic; others than exact with --engine.",
+)
 @click.option("--model", metavar="DIR", help="The checkpoint, where the golden holds no weights.")
 @click.option("--batch", type=click.IntRange(min=1), help="Sequences decoded together.  [default: 8]")
 @click.option("--prefill", type=click.IntRange(1, 4096), help="Prompt tokens fed in one pass.  [default: up to 64]")
 @click.option("--teacher-force", is_flag=True, help="Feed the golden's tokens, whatever the engine chooses.")
 @click.option("--steps", type=click.IntRange(min=1), help="Decode fewer (or more) tokens than the golden.")
+@click.option("--engine", metavar="NAME:ARGUMENT", help='Another engine: command:"./my_engine {inputs} {out}".')
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds that --engine may take.")
+@click.option(
+    "--inputs",
+    type=click.Choice(("safetensors", "hdf5")),
+    help="The file that --engine command reads.  [default: safetensors]",
+)
 @sweep_options
 @click.option("--force", is_flag=True, help="Overwrite the output.")
 def run(golden: Path, output: str, jobs: int | None, executor: str | None, **options: Any) -> None:
     """Run a golden's prompts through the CUDA engine.
 
     The engine sees the golden's prompts, config, weights and settings; its tokens only with --teacher-force, its
-    logits never. Mode, drafter, --batch and --prefill change no bit of tokens and logits.
+    logits never. Mode, drafter, --batch and --prefill change no bit of tokens and logits. With --engine another
+    engine is asked the same: docs/engines.md.
     """
+    if options["engine"] is not None:
+        _run_engine(golden, output, {**options, "--jobs": jobs, "--executor": executor})
+        return
+    for name in ("engine", "timeout", "inputs"):
+        if options.pop(name) is not None:
+            raise InputError(f"--{name} goes with --engine")
+    if options["tier"] != "exact":
+        raise InputError(f"--tier {options['tier']}: kdtr's own engine is of tier exact; others go with --engine")
     asked = RunOptions(golden=golden, output=Path(output), **options)
     many = wanted_sweep(output, jobs, executor)
     if (many is not None) != golden.is_dir():
@@ -60,6 +84,31 @@ def run(golden: Path, output: str, jobs: int | None, executor: str | None, **opt
         _show_sweep(made, asked.output)
     else:
         show_run(made)
+
+
+#: Options of kdtr's own engine, each with the value that says nothing.
+_OWN = {"mode": "ar", "device": "auto", "drafter": None, "budget": None, "block_size": None, "batch": None}
+_OWN |= {"prefill": None, "--jobs": None, "--executor": None}
+
+
+def _run_engine(golden: Path, output: str, options: dict[str, Any]) -> None:
+    for name, nothing in _OWN.items():
+        if options.pop(name) != nothing:
+            option = name if name.startswith("--") else "--" + name.replace("_", "-")
+            raise InputError(f"{option} is for kdtr's own engine; it can't go with --engine")
+    if is_sweep(output) or golden.is_dir():
+        raise InputError("--engine runs one bundle, no sweep; 'kdtr merge DIR -o golden.h5' makes one of a sweep")
+    container = options.pop("inputs") or "safetensors"
+    summary = make_engine_run(EngineRunOptions(golden=golden, output=Path(output), container=container, **options))
+    for line in continuation(summary.folder, summary.sequences):
+        click.echo(line)
+    for note in summary.notes:
+        notes().print(f"note: {note}")
+    tokens = sum(len(result.tokens) for _, result in summary.sequences)
+    click.echo(
+        f"run {summary.path}: {summary.model} by {summary.engine} sequences={len(summary.sequences)} "
+        f"tokens={tokens} logits={summary.logits} seconds={summary.seconds:.1f}"
+    )
 
 
 def _show_sweep(summary: SweepSummary, name: Path) -> None:

@@ -54,7 +54,8 @@ class Region:
 
 
 class SafetensorsFile:
-    """An open file; ``regions`` has every tensor of its header. The descriptor is closed with the object.
+    """An open file; ``regions`` has every tensor of its header, ``metadata`` its texts by key. The descriptor is closed
+    with the object.
 
     Reads are positioned reads, not a memory map: a file that is cut short afterwards is an InputError, not a SIGBUS.
     """
@@ -76,6 +77,7 @@ class SafetensorsFile:
             raise InputError(f"{self.path}: cut short: a header of {length} bytes in a file of {size}")
         header = parse_json(self._read_at(8, length, "the header").obj, f"{self.path}: header", MAX_ITEMS)
         base = 8 + length
+        self.metadata = self._metadata(header.get("__metadata__"))
         regions = {}
         for name, entry in header.items():
             if name != "__metadata__":
@@ -89,6 +91,13 @@ class SafetensorsFile:
         if at != size:
             raise InputError(f"{self.path}: {size - at} bytes after the last tensor; the file is damaged")
         return regions
+
+    def _metadata(self, entry: Any) -> dict[str, str]:
+        if entry is None:  # as the library takes it
+            return {}
+        if not isinstance(entry, dict) or any(type(value) is not str for value in entry.values()):
+            raise InputError(f"{self.path}: __metadata__ is {shown(entry)}, not texts by key")
+        return entry
 
     def _region(self, name: str, entry: Any, base: int, size: int) -> Region:
         if not is_name(name):

@@ -30,16 +30,8 @@ from kdtr_cli.workflows.decode import Decoded, Draft, Job, decode
 from kdtr_cli.workflows.drafting import draft_settings, drafting_manifest, parse_drafter
 from kdtr_cli.workflows.manifest import common_manifest, logits_arrays
 
-__all__ = [
-    "RunOptions",
-    "RunSummary",
-    "check_golden",
-    "make_job",
-    "make_run",
-    "open_golden_model",
-    "prepare_run",
-    "run_on",
-]
+__all__ = ["RunOptions", "RunSummary", "check_golden", "embedded_config", "golden_decoding", "make_job", "make_run"]
+__all__ += ["open_golden_model", "prepare_run", "run_on"]
 
 _BATCH = 8
 
@@ -147,7 +139,7 @@ def _described(device: Device, options: RunOptions) -> dict[str, Any]:
 
 def make_job(golden: Bundle, model: Model, options: RunOptions) -> Job:
     """What a run decodes; ``output`` and ``device`` play no part. InputError for options that don't fit the golden."""
-    decoding = _decoding(golden.manifest["decoding"], options.steps)
+    decoding = golden_decoding(golden.manifest["decoding"], options.steps)
     if options.teacher_force and options.mode != "ar":
         raise InputError(f"--teacher-force goes with --mode ar: in {options.mode} the engine's choices are the walk")
     requests = [
@@ -261,12 +253,13 @@ def open_golden_model(golden: Bundle, options: RunOptions) -> Model:
         name = golden.manifest["model"].get("name", "the same model")
         raise InputError(f"{options.golden} holds no weights; give the checkpoint with --model DIR ({name})")
     text = golden.config_text
-    config = _embedded_config(golden, options.golden)
+    config = embedded_config(golden, options.golden)
     weights = Weights.from_arrays({name: golden.weight(name) for name in names}, config, cache=False)
     return Model(config, text, weights, None, golden.manifest["model"].get("name", "embedded"))
 
 
-def _embedded_config(golden: Bundle, path: Path) -> ModelConfig:
+def embedded_config(golden: Bundle, path: Path) -> ModelConfig:
+    """The config that a golden holds, for its path in messages."""
     try:
         config = json.loads(golden.config_text)
     except ValueError:
@@ -274,7 +267,8 @@ def _embedded_config(golden: Bundle, path: Path) -> ModelConfig:
     return parse_config(config, where=f"{path} /model/config")
 
 
-def _decoding(settings: dict[str, Any], steps: int | None) -> Decoding:
+def golden_decoding(settings: dict[str, Any], steps: int | None) -> Decoding:
+    """How a golden was decoded (its manifest's ``decoding``), for a run of ``steps`` steps (None: as many)."""
     return Decoding(
         steps if steps is not None else settings["steps"],
         tuple(settings["stop_ids"]),

@@ -50,6 +50,25 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
         assert b"".join(file.blocks(name, file.regions[name])) == want.tobytes()
 
 
+def with_metadata(path: Path, value: str) -> Path:
+    header = b'{"__metadata__":%s}' % value.encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    return path
+
+
+def test_metadata_are_texts_by_key(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file(TENSORS, path, metadata={"format": "pt", "é": "a\nb"})
+    assert SafetensorsFile(path).metadata == {"format": "pt", "é": "a\nb"}
+    safetensors.numpy.save_file(TENSORS, path)
+    assert SafetensorsFile(path).metadata == {}
+    assert SafetensorsFile(with_metadata(path, "null")).metadata == {}
+    for value in ("[]", "3", '{"a":1}', '{"a":null}', '{"a":{}}'):
+        refused(with_metadata(path, value), "__metadata__")
+        with pytest.raises(safetensors.SafetensorError):
+            safetensors.numpy.load_file(path)
+
+
 def test_our_test_writer_agrees_with_the_library(tmp_path: Path, save_raw: Callable[..., Path]) -> None:
     path = save_raw(tmp_path / "x.safetensors", TENSORS)
     for name, want in safetensors.numpy.load_file(path).items():
