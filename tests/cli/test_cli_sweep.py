@@ -1,7 +1,6 @@
 """Sweeps from the command line: processes, Dask and MPI, and whatever stops them at whatever moment."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
@@ -190,12 +189,15 @@ class TestKill:
 
 
 def installed_too() -> bool:
-    """Whether a Python without our path would find kdtr all the same."""
-    try:
-        importlib.metadata.version("kdtr")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    """Whether a worker's Python has kdtr by itself."""
+    found = subprocess.run(
+        [sys.executable, "-c", "import kdtr_cli"],
+        env={**ENVIRONMENT, "PYTHONPATH": ""},
+        cwd="/",
+        capture_output=True,
+        check=False,
+    )
+    return found.returncode == 0
 
 
 def there(group: int) -> bool:
