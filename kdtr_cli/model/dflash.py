@@ -131,6 +131,8 @@ def parse_dflash(obj: dict[str, Any], target: ModelConfig, where: object = "conf
     """A DFlashConfig from a parsed config.json, checked against its target; InputError names the field."""
     f = Fields(obj, where)
     f.asked.update(_IRRELEVANT.split())
+    if not f.has("dflash_config"):
+        raise InputError(f"{where}: no DFlash drafter: dflash_config is missing, which every one has")
     f.only("hidden_act", "silu")
     f.only("attention_bias", False)
     f.only("mlp_bias", False)
