@@ -14,6 +14,7 @@ from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import parse_config
 from kdtr_cli.model.presets import PRESETS, new_weights
 from kdtr_cli.model.prompts import Prompt
+from kdtr_cli.workflows import golden_memory
 from kdtr_cli.workflows.golden_memory import BATCH, make_budget, parse_size, shown_size
 
 TINY = parse_config(PRESETS["tiny"], where="tiny")
@@ -56,6 +57,10 @@ class TestSizes:
 
 @pytest.mark.quick
 class TestGroups:
+    @pytest.fixture(autouse=True)
+    def a_small_process(self, monkeypatch):
+        monkeypatch.setattr(golden_memory, "_resident", lambda: 10**8)
+
     def test_without_a_limit_by_count_and_tokens(self):
         groups = make_budget(None, TINY, prompts(*[10] * 70, 5000, 4000), 1, score=False, exact=True).groups
         assert lengths(groups) == [[10] * BATCH, [10] * BATCH, [*[10] * 6, 5000], [4000]]
