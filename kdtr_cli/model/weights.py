@@ -203,6 +203,10 @@ class Weights:
                 self.rows(name, first, last)
         return {part: self._source.stored(part) for part in self._parts[name]}
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of ``self[name]``, without reading it."""
+        return self.shapes[self._own(name)]
+
     def stored(self, name: str) -> np.ndarray:
         """A stored tensor in its stored dtype (STORED_DTYPES), read-only; KeyError for a packed weight's own name."""
         return self._source.stored(self._own_stored(name))

@@ -42,7 +42,7 @@ class PackedWeights:
 
     def blocks(self, name: str) -> Iterator[Any]:
         """The packed blocks of rows of a matrix [N, K], in order."""
-        for first, last in block_ranges(self.weights.shapes[self._own(name)]):
+        for first, last in block_ranges(self.weights.shape(name)):
             yield self._get((name, first), lambda a=first, b=last: self.ops.pack(self.weights.rows(name, a, b)))
 
     def vector(self, name: str) -> np.ndarray:
@@ -61,15 +61,12 @@ class PackedWeights:
 
     def rows(self, name: str, index: np.ndarray) -> np.ndarray:
         """Rows index int [M] of a table; of a large one only these are read."""
-        shape = self.weights.shapes[self._own(name)]
+        shape = self.weights.shape(name)
         if shape[0] * shape[1] <= BLOCK_ELEMENTS:
             return self._get(name, lambda: self.ops.cast(self.weights[name]))[index]
         wanted, where = np.unique(index, return_inverse=True)
         found = [self.weights.rows(name, int(i), int(i) + 1)[0] for i in wanted]
         return self.ops.cast(np.stack(found))[where.reshape(-1)]
-
-    def _own(self, name: str) -> str:
-        return name if name in self.weights.shapes else "model.embed_tokens.weight"  # tied embeddings
 
     def _get(self, key: Any, make: Callable[[], Any]) -> Any:
         if key in self._kept:

@@ -23,6 +23,7 @@ from kdtr_cli.model.prompts import Generated, Prompt, check_prompts
 from kdtr_cli.workflows.engine_answer import check_about, check_sequence, form_of
 from kdtr_cli.workflows.engine_inputs import write_model
 from kdtr_cli.workflows.engines import Engine, Question, ask, find_engine, sequences_of
+from kdtr_cli.workflows.manifest import decoding_manifest
 from kdtr_cli.workflows.run import check_golden, embedded_config, golden_decoding
 
 __all__ = ["EngineRunOptions", "EngineRunSummary", "make_engine_run"]
@@ -166,15 +167,7 @@ def _manifest(
             "embedded": False,
         },
         "choices": {**question.choices, **about.get("choices", {})},
-        "decoding": {
-            "mode": "ar",
-            "temperature": decoding.temperature,
-            "seed": decoding.seed,
-            "steps": decoding.steps,
-            "ignore_eos": decoding.ignore_eos,
-            "stop_ids": list(decoding.stop_ids),
-            "teacher_forced": question.forced is not None,
-        },
+        "decoding": decoding_manifest(decoding, question.forced is not None),
         "arithmetic": ["engine"],
         "tier": options.tier,
         "logits": form,

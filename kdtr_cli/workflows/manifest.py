@@ -14,7 +14,7 @@ from kdtr_cli.model.rope import rope_table, rope_table_sha256
 from kdtr_cli.model.source import Model
 from kdtr_cli.reference.arith import CONTRACT_VERSION, order
 
-__all__ = ["common_manifest", "logits_arrays", "parse_logits"]
+__all__ = ["common_manifest", "decoding_manifest", "logits_arrays", "parse_logits"]
 
 
 def common_manifest(
@@ -52,19 +52,24 @@ def common_manifest(
             "rope_angles": choices.rope_angles,
             "tie_rule": "smallest-index",
         },
-        "decoding": {
-            "mode": "ar",
-            "temperature": decoding.temperature,
-            "seed": decoding.seed,
-            "steps": decoding.steps,
-            "ignore_eos": decoding.ignore_eos,
-            "stop_ids": list(decoding.stop_ids),
-            "teacher_forced": teacher_forced,
-        },
+        "decoding": decoding_manifest(decoding, teacher_forced),
         "arithmetic": arithmetic,
         "tier": "exact",
         "logits": logits,
         "score": score,
+    }
+
+
+def decoding_manifest(decoding: Decoding, teacher_forced: bool) -> dict[str, Any]:
+    """How tokens were chosen, one at a time."""
+    return {
+        "mode": "ar",
+        "temperature": decoding.temperature,
+        "seed": decoding.seed,
+        "steps": decoding.steps,
+        "ignore_eos": decoding.ignore_eos,
+        "stop_ids": list(decoding.stop_ids),
+        "teacher_forced": teacher_forced,
     }
 
 
