@@ -5,8 +5,10 @@ import pytest
 
 from kdtr_cli.model import weights as weights_module
 from kdtr_cli.model.choices import Choices
+from kdtr_cli.model.prompts import Prompt
 from kdtr_cli.model.source import open_model
-from kdtr_cli.reference import exact, float64, packed
+from kdtr_cli.reference import exact, float64, packed, transformer
+from kdtr_cli.reference.generate import score_group
 from kdtr_cli.reference.packed import PackedWeights, block_ranges, packed_bytes
 from kdtr_cli.reference.transformer import Model, Rows
 
@@ -99,3 +101,18 @@ def test_parts_of_a_pass_are_themselves_in_float64_too():
         rows = Rows(ids, np.zeros_like(ids), np.arange(len(ids), dtype=np.int32))
         alone = model.logits(model.forward(rows, model.cache([len(ids)])))
         assert alone.tobytes() == logits_of.tobytes()
+
+
+def test_experts_in_waves_give_the_same_bits(monkeypatch):
+    opened = open_model("tiny", cache=False)
+    xs = [np.zeros((n, opened.config.hidden_size), np.float32) for n in (3, 5, 1)]
+    outputs, waves = [], []
+    for size in (transformer._WAVE_BYTES, 1):
+        monkeypatch.setattr(transformer, "_WAVE_BYTES", size)
+        model = Model(opened.config, opened.weights, Choices(), 40, exact)
+        waves.append([(wave.start, wave.stop) for wave in model._waves(xs)])
+        prompts = [Prompt(str(i), IDS[: n + 1], i) for i, n in enumerate((2, 7, 20))]
+        outputs.append(score_group(model, prompts, [IDS[:3]] * 3))
+    assert waves == [[(0, 3)], [(0, 1), (1, 2), (2, 3)]]
+    for (_, one), (_, other) in zip(*outputs, strict=True):
+        assert one.tobytes() == other.tobytes()
