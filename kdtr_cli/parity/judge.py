@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from kdtr_cli.errors import InputError
+from kdtr_cli.parity.curves import MAX_ENTRIES
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits
 from kdtr_cli.parity.provenance import check_kinds, compare_drafting, compare_manifests, compare_prompts
-from kdtr_cli.parity.results import Report, SequenceResult, Side
+from kdtr_cli.parity.results import Report, SequenceResult, Side, curve_entries, within_curve_budget
 from kdtr_cli.parity.sequence import BIT_REFERENCE, RUN_LOGITS, Terms, judge_sequence
 from kdtr_cli.parity.tolerances import EXACT_TIER, JudgeOptions, Tolerance, effective_tolerance
 from kdtr_cli.parity.totals import sum_up
@@ -53,13 +54,19 @@ def judge(golden: Evidence, run: Evidence, options: JudgeOptions | None = None) 
     temperature = decoding.get("temperature")
     forced = decoding.get("teacher_forced") is True
     terms = Terms(options, tolerance, reference, forced, temperature != 0, drafting.alike)
-    results = tuple(judge_sequence(index, g, r, terms) for index, g, r in pairs)
+    results: list[SequenceResult] = []
+    entries = 0
+    for index, g, r in pairs:
+        results.append(judge_sequence(index, g, r, terms))
+        if (entries := entries + curve_entries(results[-1])) > 2 * MAX_ENTRIES:
+            results, entries = within_curve_budget(results), MAX_ENTRIES
+    judged = tuple(within_curve_budget(results))
     extra = _extra(golden, run, options)
     findings += extra
-    if not results:
+    if not judged:
         message = "the golden holds no sequence: nothing was compared"
         findings.append(Finding(Level.ERROR, "nothing", message, Verdict.INCONCLUSIVE))
-    return _report(golden, run, terms, results, findings, len(extra), drafting.rounds)
+    return _report(golden, run, terms, judged, findings, len(extra), drafting.rounds)
 
 
 def invalid(

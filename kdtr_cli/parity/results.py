@@ -1,16 +1,21 @@
 """What a judgement says: one tree of values that every report renders and none changes."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kdtr_cli.errors import Exit
+from kdtr_cli.parity.curves import MAX_ENTRIES
+from kdtr_cli.parity.distribution import Distribution
+from kdtr_cli.parity.ranks import TOP_KS
 from kdtr_cli.parity.rounds import RoundDifference
-from kdtr_cli.parity.tally import LogitsResult
+from kdtr_cli.parity.tally import LogitsResult, TopAgreement
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
 from kdtr_cli.parity.verdicts import Finding, Verdict
 
 __all__ = ["Report", "RoundsResult", "SequenceResult", "Side", "StepDetail", "Totals"]
+__all__ += ["curve_entries", "within_curve_budget"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,8 @@ class Totals:
     --steps and --select). `exact`: all tokens equal, none missing, none extra. `first_divergence` is (the sequence's
     place in the golden, step), as is `first_logit_failure`, the first logit row out of tolerance;
     `first_round_difference` is (the sequence's place, round). Of `rounds_judged` rounds that were to be compared
-    `rounds_equal` are, each sequence counted up to its first difference.
+    `rounds_equal` are, each sequence counted up to its first difference. Mean and percentile of the KL, the agreement
+    of the largest ids and the smallest margins are over all rows, those of prompt logits too; no verdict looks at them.
     """
 
     tokens_equal: int = 0
@@ -128,6 +134,13 @@ class Totals:
     rounds_equal: int = 0
     first_round_difference: tuple[int, int] | None = None
     verdicts: dict[str, int] = field(default_factory=dict)
+    mean_kl: float | None = None
+    p99_kl: float | None = None
+    top: tuple[TopAgreement, ...] = tuple(TopAgreement(k) for k in TOP_KS)
+    min_golden_margin: float | None = None
+    min_run_margin: float | None = None
+    rows_shifted: int = 0
+    kl: Distribution | None = field(default=None, repr=False, compare=False, metadata={"json": False})
 
 
 @dataclass(frozen=True)
@@ -165,3 +178,28 @@ class Report:
     teacher_forced: bool = False
     rounds: str | None = None
     unverified: tuple[str, ...] = ()
+
+
+def curve_entries(result: SequenceResult) -> int:
+    """How many entries the curves of a sequence have."""
+    return sum(0 if part is None or part.curves is None else len(part.curves) for part in _parts(result))
+
+
+def within_curve_budget(results: Sequence[SequenceResult]) -> list[SequenceResult]:
+    """The results with at most MAX_ENTRIES entries of curves among them, so that memory does not grow with the number
+    of sequences: those of sequences that agree go first, the later ones before the earlier."""
+    sizes = [curve_entries(r) for r in results]
+    left = sum(sizes) - MAX_ENTRIES
+    kept = list(results)
+    order = sorted(range(len(results)), key=lambda i: (results[i].verdict not in (Verdict.IDENTICAL, Verdict.PASS), -i))
+    for i in order:
+        if left <= 0:
+            break
+        left -= sizes[i]
+        parts = [None if part is None else replace(part, curves=None) for part in _parts(results[i])]
+        kept[i] = replace(results[i], logits=parts[0], prompt_logits=parts[1])
+    return kept
+
+
+def _parts(result: SequenceResult) -> tuple[LogitsResult, LogitsResult | None]:
+    return result.logits, result.prompt_logits
