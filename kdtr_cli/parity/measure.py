@@ -216,10 +216,14 @@ class Measure:
                 moved = None
             for place, one, two in ((0, d, d), (1, y, y), (2, y, d)):
                 sums[:, place] += np.multiply(one, two, out=t).sum(axis=1)
-            sums[:, 3] += np.exp(np.subtract(x, a_off, out=x) if a_off.any() else x, out=x).sum(axis=1)
-            np.exp(np.subtract(y, b_off, out=x) if b_off.any() else y, out=x)
+            u = d
+            if a_off.any() or b_off.any():
+                x, t = np.subtract(x, a_off, out=x), np.subtract(y, b_off, out=t)
+                u = x - t  # where nothing was taken off it is d to the last bit
+            sums[:, 3] += np.exp(x, out=x).sum(axis=1)
+            np.exp(y if u is d else t, out=x)
             sums[:, 4] += x.sum(axis=1)
-            sums[:, 5] += np.multiply(x, d, out=x).sum(axis=1)
+            sums[:, 5] += np.multiply(x, u, out=x).sum(axis=1)
             np.abs(d, out=d)
             blocks = np.maximum.reduceat(d, np.arange(0, hi - lo, self.block_size), axis=1)
             first = lo // self.block_size
@@ -232,7 +236,7 @@ class Measure:
                     columns[what][rows[more]] = lo + values[more].argmax(axis=1)
             block.out[rows] += self._count_out(d, y, t, blocks.max(), distance)
         block.max_abs[rows], block.max_ulp[rows], block.sums[rows] = largest, ulps, sums[:, :3]
-        kl = np.log(sums[:, 3] / sums[:, 4]) - sums[:, 5] / sums[:, 4] + (a_off - b_off)[:, 0]
+        kl = np.log(sums[:, 3] / sums[:, 4]) - sums[:, 5] / sums[:, 4]
         for i in np.flatnonzero(~np.isfinite(kl)):  # 0 · inf where differences leave float64
             kl[i] = kl_divergence(raw_a[i : i + 1], raw_b[i : i + 1])[0]
         block.kl[rows] = np.where(kl < 0, 0.0, kl)

@@ -1,6 +1,7 @@
 """From two files to a report: lazy reading, broken bundles, the report file."""
 
 import os
+import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -129,6 +130,29 @@ class TestFromFiles:
         assert report.totals.values_compared == 8_000_000
         # numpy reports its memory to tracemalloc: a whole side in float64 alone would be 64 MB
         assert peak < 48e6
+
+    def test_the_process_stays_small_on_many_threads(self, tmp_path):
+        """The largest resident memory that a process ever had, for 16 and for 64 MB a side."""
+        code = (
+            "import sys; from kdtr_cli.parity.tolerances import JudgeOptions; from kdtr_cli.workflows import diff\n"
+            "diff._threads = lambda: 4\n"
+            "assert diff.diff(*sys.argv[1:], JudgeOptions(atol=1e-3)).verdict.value == 'PASS'\n"
+            "print([line for line in open('/proc/self/status') if line.startswith('VmHWM')][0].split()[1])"
+        )
+        peaks = []
+        for steps in (80, 320):
+            golden, run = pair(sequences=1, steps=steps, vocab=50_000)
+            run.one.logits["engine"] = np.nextafter(run.one.logits["engine"], np.float32(99))
+            del golden.one.logits["float64"]
+            done = subprocess.run(
+                [sys.executable, "-c", code, *map(str, write_pair(golden, run, tmp_path))],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            peaks.append(int(done.stdout) / 1024)
+        assert peaks[1] < 400
+        assert peaks[1] - peaks[0] < 32
 
 
 class TestBroken:
