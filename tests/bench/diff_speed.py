@@ -2,9 +2,9 @@
 
     python tests/bench/diff_speed.py [--folder DIR] [--gib 2] [--threads N] [--costs]
 
-The files are made in DIR (three times the size must be free; kept and taken up again). Sides take turns; a figure is the
-best of the turns, by the clock and in seconds of processors (the fairer one on a machine that others use). All of them
-may use every core: the two SHA-256 run side by side, the KL pass takes rows on as many threads as there are cores.
+The files are made in DIR (three times the size must be free; kept and taken up again). Sides take turns; a figure is
+the best of the turns, by the clock and in seconds of processors (the fairer one on a machine that others use). All of
+them may use every core: the two SHA-256 run side by side, the KL pass takes rows on as many threads as there are cores.
 `h5diff` (Debian: hdf5-tools) is asked about every dataset of logits, where it is installed. Memory is the largest that
 a process of `kdtr diff` ever had (VmHWM).
 """
