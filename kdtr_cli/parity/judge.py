@@ -8,7 +8,7 @@ import numpy as np
 
 from kdtr_cli.errors import InputError
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits
-from kdtr_cli.parity.provenance import check_kinds, compare_drafting, compare_manifests, compare_prompts
+from kdtr_cli.parity.provenance import check_kinds, compare_drafting, compare_manifests, compare_prompts, provenance_of
 from kdtr_cli.parity.results import Report, SequenceResult, Side
 from kdtr_cli.parity.sequence import BIT_REFERENCE, RUN_LOGITS, Terms, judge_sequence
 from kdtr_cli.parity.tolerances import EXACT_TIER, JudgeOptions, Tolerance, effective_tolerance
@@ -157,6 +157,7 @@ def _side(evidence: Evidence | None) -> Side | None:
         _text(evidence.manifest, "tier"),
         tuple(str(a) for a in arithmetic) if isinstance(arithmetic, list) else (),
         tuple((k, str(v)) for k, v in details if v is not None),
+        provenance_of(evidence),
     )
 
 

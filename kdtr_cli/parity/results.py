@@ -1,5 +1,6 @@
 """What a judgement says: one tree of values that every report renders and none changes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,10 @@ from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
 from kdtr_cli.parity.verdicts import Finding, Verdict
 
-__all__ = ["Report", "RoundsResult", "SequenceResult", "Side", "StepDetail", "Totals"]
+__all__ = ["DRAWN_ONLY", "Report", "RoundsResult", "SequenceResult", "Side", "StepDetail", "Totals"]
+
+#: Metadata of a field that reports draw and the JSON document leaves out.
+DRAWN_ONLY: Mapping[str, bool] = {"drawn_only": True}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class RoundsResult:
     `golden_rounds` and `run_rounds` were recorded, `golden_tau` and `run_tau` are the mean numbers of accepted rows,
     the root counted; None where a side has none that can be read. `compared`: the two sides' rounds are of the same
     drafting and were compared; then of `judged` rounds of the golden the first `equal` ones agree, `first_difference`
-    follows them, and `first_open` is the first difference that a tolerance leaves undecided.
+    follows them, and `first_open` is the first difference that a tolerance leaves undecided. `golden_arrays` and
+    `run_arrays` are the rounds themselves, for a report that draws them; kept where `JudgeOptions.keep_rounds` says so.
     """
 
     compared: bool
@@ -58,6 +63,8 @@ class RoundsResult:
     first_difference: RoundDifference | None = None
     first_open: RoundDifference | None = None
     all_bits: bool = False
+    golden_arrays: Mapping[str, np.ndarray] | None = field(default=None, repr=False, compare=False, metadata=DRAWN_ONLY)
+    run_arrays: Mapping[str, np.ndarray] | None = field(default=None, repr=False, compare=False, metadata=DRAWN_ONLY)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +139,8 @@ class Totals:
 
 @dataclass(frozen=True)
 class Side:
-    """What a report calls a side: name, tier, and what else the manifest says that a reader wants to see."""
+    """What a report calls a side: name, tier, and what else the manifest says that a reader wants to see. `provenance`
+    has, as (path in the manifest, value) pairs, what must agree before numbers count, and who made it."""
 
     name: str
     kind: str
@@ -140,6 +148,7 @@ class Side:
     tier: str
     arithmetic: tuple[str, ...]
     details: tuple[tuple[str, str], ...] = ()
+    provenance: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,7 +76,9 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
         if len(g) == 0 and len(r) == 0:
             findings.add("sequence.empty", "there is no token to compare", Verdict.INCONCLUSIVE)
     strict = terms.tolerance.is_zero
-    rounds = judge_rounds(findings, golden, run, RoundTerms(terms.rounds, strict, limit, first_difference, whole))
+    keep = terms.options.keep_rounds
+    round_terms = RoundTerms(terms.rounds, strict, limit, first_difference, whole, keep)
+    rounds = judge_rounds(findings, golden, run, round_terms)
     # float64 and BLAS logits can't have the bits of an engine: where they chose the tokens, IDENTICAL is not to be had
     every_bit = (
         terms.reference == BIT_REFERENCE

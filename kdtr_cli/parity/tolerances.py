@@ -29,7 +29,8 @@ _BOUNDS = {"atol": "--atol", "rtol": "--rtol", "max_ulp": "--max-ulp", "max_kl":
 @dataclass(frozen=True)
 class JudgeOptions:
     """What the user asked of a judgement. None: not said. `origins` may say where a value came from, by its name
-    ("atol": "--atol, pyproject.toml"); the default is the option's own name.
+    ("atol": "--atol, pyproject.toml"); the default is the option's own name. `keep_rounds` is no rule: it keeps the
+    rounds themselves in the results, for a report that draws them.
 
     Raises InputError for a bound that is negative or not finite and for any other value out of range.
     """
@@ -44,6 +45,7 @@ class JudgeOptions:
     steps: int | None = None
     select: tuple[str, ...] | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
+    keep_rounds: bool = False
 
     def origin(self, name: str) -> str:
         """Where the value of the field `name` came from."""
