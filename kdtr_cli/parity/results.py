@@ -11,10 +11,7 @@ from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
 from kdtr_cli.parity.verdicts import Finding, Verdict
 
-__all__ = ["DRAWN_ONLY", "Report", "RoundsResult", "SequenceResult", "Side", "StepDetail", "Totals"]
-
-#: Metadata of a field that reports draw and the JSON document leaves out.
-DRAWN_ONLY: Mapping[str, bool] = {"drawn_only": True}
+__all__ = ["Report", "RoundsResult", "SequenceResult", "Side", "StepDetail", "Totals"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,12 @@ class RoundsResult:
     first_difference: RoundDifference | None = None
     first_open: RoundDifference | None = None
     all_bits: bool = False
-    golden_arrays: Mapping[str, np.ndarray] | None = field(default=None, repr=False, compare=False, metadata=DRAWN_ONLY)
-    run_arrays: Mapping[str, np.ndarray] | None = field(default=None, repr=False, compare=False, metadata=DRAWN_ONLY)
+    golden_arrays: Mapping[str, np.ndarray] | None = field(
+        default=None, repr=False, compare=False, metadata={"json": False}
+    )
+    run_arrays: Mapping[str, np.ndarray] | None = field(
+        default=None, repr=False, compare=False, metadata={"json": False}
+    )
 
 
 @dataclass(frozen=True, eq=False)

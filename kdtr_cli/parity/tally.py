@@ -5,11 +5,12 @@ a report can point at it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kdtr_cli.parity.baselines import Baselines
+from kdtr_cli.parity.curves import RowCurves
 from kdtr_cli.parity.metrics import abs_difference, equal_rows, kl_divergence, ulp_distance
 from kdtr_cli.parity.tolerances import Tolerance
 
@@ -33,7 +34,8 @@ class LogitsResult:
     `form` is the poorer of the two forms (full, topK, digest, none). Of `rows_total` rows `rows_compared` were
     compared, `rows_identical` of them equal bit for bit, `rows_out` outside a bound, `rows_unmeasured` known to have
     other bits with no values to measure them by, `rows_other_bits` known by digest to differ (measured or not).
-    `max_ulp` is infinite where a value was not finite. `too_loose` names what else the tolerance lets pass.
+    `max_ulp` is infinite where a value was not finite. `too_loose` names what else the tolerance lets pass. `curves`
+    has the figures of every row for those who draw them; they are no part of the JSON document.
     """
 
     form: str
@@ -56,6 +58,7 @@ class LogitsResult:
     run_nonfinite: Place | None = None
     golden_nonfinite: Place | None = None
     too_loose: tuple[str, ...] = ()
+    curves: RowCurves | None = field(default=None, repr=False, compare=False, metadata={"json": False})
 
     @property
     def all_bits(self) -> bool:

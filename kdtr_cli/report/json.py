@@ -74,7 +74,7 @@ def _finding(finding: Finding) -> dict[str, object]:
 def _plain(value: object) -> object:
     """`value` as JSON can hold it."""
     if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if not f.metadata.get("drawn_only")}
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.metadata.get("json", True)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kdtr_cli.parity.curves import RowCurves
+
 __all__ = ["MAX_ENTRIES", "Series", "pooled", "series_of"]
 
 #: As many places along the axis of steps a picture has; more steps are grouped.
@@ -17,7 +19,8 @@ class Series:
     """What is drawn of n entries, each of `per` steps one after another (the last may have fewer), `rows` in all.
 
     float64 [n] each, NaN where not known: max_abs, max_ulp, kl (the largest of the group) and the margins (the
-    smallest). blocks float32 [n, B]: the largest |run - golden| in each block of `block_size` ids.
+    smallest). blocks float32 [n, B]: the largest |run - golden| in each block of `block_size` ids; B is 0 where the vocabulary is
+    not known.
     """
 
     per: int
@@ -36,11 +39,11 @@ class Series:
         return bool((self.max_abs == 0).all())
 
 
-def series_of(curves: object | None, rows: int, limit: int = MAX_ENTRIES) -> Series | None:
-    """The series of a `RowCurves` of `rows` compared rows; None where there are none."""
-    if curves is None or len(curves.max_abs) == 0:
+def series_of(curves: RowCurves | None, rows: int, limit: int = MAX_ENTRIES) -> Series | None:
+    """The series of the curves of `rows` compared rows; None where there are none."""
+    if curves is None or len(curves) == 0:
         return None
-    factor = -(-len(curves.max_abs) // limit)
+    factor = -(-len(curves) // limit)
     return Series(
         per=factor * curves.rows_per_entry,
         rows=rows,

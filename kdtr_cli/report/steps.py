@@ -51,7 +51,7 @@ def _same_rows(result: SequenceResult, n: int) -> np.ndarray:
     if logits.form != "none" and logits.rows_identical == logits.rows_compared:
         same[: logits.rows_compared] = True
         return same
-    curves = getattr(logits, "curves", None)
+    curves = logits.curves
     if curves is None:
         return same
     quiet = np.repeat(curves.max_abs == 0, curves.rows_per_entry)[: logits.rows_compared][:n]

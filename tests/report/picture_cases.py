@@ -6,22 +6,11 @@ import numpy as np
 from parity_cases import golden_side, make_tie, perturb, run_side
 from rounds_cases import round_pair, rounds_of
 
+from kdtr_cli.parity.curves import CurveBuilder, RowCurves, curve_block_size
 from kdtr_cli.parity.judge import judge
+from kdtr_cli.parity.metrics import kl_divergence, ulp_distance
 from kdtr_cli.parity.results import Report
 from kdtr_cli.parity.tolerances import JudgeOptions
-
-
-@dataclass(frozen=True, eq=False)
-class RowCurves:
-    max_abs: np.ndarray
-    max_ulp: np.ndarray
-    kl: np.ndarray
-    golden_margin: np.ndarray
-    run_margin: np.ndarray
-    top1_equal: np.ndarray
-    blocks: np.ndarray
-    block_size: int
-    rows_per_entry: int = 1
 
 
 @dataclass(frozen=True)
@@ -44,27 +33,26 @@ class TraceResult:
     message: str | None
 
 
-def curves_of(golden, run, n):
-    from kdtr_cli.parity.metrics import kl_divergence, ulp_distance
-
+def curves_of(golden: np.ndarray, run: np.ndarray, n: int) -> RowCurves:
+    """The figures of the first `n` rows, taken anew."""
     g, r = golden[:n].astype(np.float64), run[:n].astype(np.float64)
     vocab = g.shape[1]
-    size = -(-vocab // 64)
+    size = curve_block_size(vocab)
     with np.errstate(all="ignore"):
-        d = np.abs(r - g)
-        padded = np.pad(d, ((0, 0), (0, -(-vocab // size) * size - vocab)))
+        difference = np.abs(r - g)
+        padded = np.pad(difference, ((0, 0), (0, -(-vocab // size) * size - vocab)))
         margins = [np.diff(np.sort(x, axis=1)[:, -2:], axis=1)[:, 0] for x in (g, r)]
-        kl = kl_divergence(run[:n], golden[:n])
-        ulp = ulp_distance(run[:n], golden[:n], np.dtype(np.float32)).max(axis=1).astype(float)
-    return RowCurves(
-        d.max(axis=1),
-        ulp,
-        kl,
-        *margins,
-        (g.argmax(1) == r.argmax(1)).astype(np.int8),
-        padded.reshape(n, -1, size).max(axis=2).astype(np.float32),
-        size,
-    )
+        figures = {
+            "max_abs": difference.max(axis=1),
+            "max_ulp": ulp_distance(run[:n], golden[:n], np.dtype(np.float32)).max(axis=1).astype(float),
+            "kl": kl_divergence(run[:n], golden[:n]),
+            "golden_margin": margins[0],
+            "run_margin": margins[1],
+        }
+    builder = CurveBuilder(n, vocab)
+    same = (g.argmax(axis=1) == r.argmax(axis=1)).astype(np.int8)
+    builder.add(figures, same, padded.reshape(n, -1, size).max(axis=2).astype(np.float32))
+    return builder.curves()
 
 
 def with_curves(report: Report, golden, run) -> Report:

@@ -34,7 +34,7 @@ def payload(report: Report, shown: list[SequenceResult], text_of: TextOf | None)
 
 def _sequence(result: SequenceResult, teacher_forced: bool, nodes: int) -> dict[str, object]:
     state = marks(result, teacher_forced)
-    series = series_of(getattr(result.logits, "curves", None), result.logits.rows_compared)
+    series = series_of(result.logits.curves, result.logits.rows_compared)
     # one scale of steps for all pictures of a sequence
     per = max(-(-len(state) // MAX_ENTRIES), 1) if series is None else series.per
     run = np.empty(0, np.int32) if result.run_tokens is None else result.run_tokens
@@ -56,19 +56,22 @@ def _curves(series: Series | None) -> dict[str, object]:
     if series is None:
         return {"curves": None, "blocks": None}
     names = ("max_abs", "max_ulp", "kl", "golden_margin", "run_margin")
+    wide = series.blocks.shape[1] > 0
     return {
         "curves": {name: _packed(getattr(series, name), "<f4") for name in names},
         "blocks": {
             "count": series.blocks.shape[1],
             "size": series.block_size,
             "values": _packed(bfloat16_codes(series.blocks), "<u2"),
-        },
+        }
+        if wide
+        else None,
     }
 
 
 def _prompt(result: LogitsResult | None) -> dict[str, object] | None:
     """The logits of the prompt, drawn by position."""
-    series = None if result is None else series_of(getattr(result, "curves", None), result.rows_compared)
+    series = None if result is None else series_of(result.curves, result.rows_compared)
     return None if series is None else {"steps": series.rows, "per": series.per, **_curves(series)}
 
 
