@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from kdtr_cli.errors import InputError
+from kdtr_cli.parity.drawn import lightened
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits
 from kdtr_cli.parity.provenance import check_kinds, compare_drafting, compare_manifests, compare_prompts, provenance_of
 from kdtr_cli.parity.results import Report, SequenceResult, Side
@@ -53,7 +54,7 @@ def judge(golden: Evidence, run: Evidence, options: JudgeOptions | None = None) 
     temperature = decoding.get("temperature")
     forced = decoding.get("teacher_forced") is True
     terms = Terms(options, tolerance, reference, forced, temperature != 0, drafting.alike)
-    results = tuple(judge_sequence(index, g, r, terms) for index, g, r in pairs)
+    results = tuple(lightened(judge_sequence(index, g, r, terms) for index, g, r in pairs))
     extra = _extra(golden, run, options)
     findings += extra
     if not results:

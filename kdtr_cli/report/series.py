@@ -1,5 +1,5 @@
-"""The curves of a comparison as pictures show them: no more entries than a picture has room for, the worst of each group
-of steps kept."""
+"""The curves of a comparison as pictures show them: no more entries than a picture has room for, the worst of each
+group of steps kept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Series:
     """What is drawn of n entries, each of `per` steps one after another (the last may have fewer), `rows` in all.
 
     float64 [n] each, NaN where not known: max_abs, max_ulp, kl (the largest of the group) and the margins (the
-    smallest). blocks float32 [n, B]: the largest |run - golden| in each block of `block_size` ids; B is 0 where the vocabulary is
-    not known.
+    smallest). blocks float32 [n, B]: the largest |run - golden| in each block of `block_size` ids; B is 0 where the
+    vocabulary is not known.
     """
 
     per: int

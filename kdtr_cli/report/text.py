@@ -1,40 +1,99 @@
-"""The report for people: what was compared and by which rules, both token lists one above the other, what was found,
-and the verdict line last. Plain ASCII, so that it survives any terminal, pipe and log."""
+"""The report for people: what was compared and by which rules, a table of the sequences, of each a strip of its steps
+and both token lists one above the other, what was found, and the verdict line last.
 
-from collections.abc import Iterator, Sequence
+Where it goes to no terminal it is plain ASCII, so that it survives any pipe and log; a terminal gets the same lines
+with colours, and better marks where it takes UTF-8.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.text import Text
 
 from kdtr_cli.parity.results import Report, RoundsResult, SequenceResult, Side, StepDetail
 from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import Tolerance
-from kdtr_cli.parity.verdicts import Verdict
+from kdtr_cli.parity.verdicts import Level, Verdict
 from kdtr_cli.report.line import safe, verdict_line
+from kdtr_cli.report.overview import overview_table, verdict_style
+from kdtr_cli.report.strip import legend, strip
+from kdtr_cli.report.visible import visible
+from kdtr_cli.report.windows import windows
 
-__all__ = ["report_text"]
+__all__ = ["Look", "Part", "report_parts", "report_text"]
 
-#: Longer token lists are shown in part.
-MAX_TOKENS = 96
 #: More sequences than these are counted only; those that do not agree are shown first.
 MAX_SEQUENCES = 32
 MAX_FINDINGS = 40
 _LABEL = 12
+_MAX_TEXT = 20
+
+#: What rich prints, or a line as it is.
+Part = object
+
+_LEVELS = {Level.ERROR: "red", Level.WARNING: "yellow", Level.NOTE: "dim"}
 
 
-def report_text(report: Report, width: int = 100) -> str:
-    """The whole report for lines of `width` characters, with a newline at its end."""
-    lines = [*_header(report)]
-    for result in _shown(report.sequences):
-        lines += ["", *_sequence(result, report.teacher_forced, width)]
+@dataclass(frozen=True)
+class Look:
+    """How a report is shown: `width` characters a line, `unicode` where more than ASCII can be shown, and what gives
+    the text of a token id (None: nothing does; for one id: it is not known)."""
+
+    width: int = 100
+    unicode: bool = False
+    text_of: Callable[[int], str | None] | None = None
+
+    def text(self, token: int) -> str:
+        """The text of a token between quotes; empty where it is not known."""
+        text = None if self.text_of is None else self.text_of(token)
+        if text is None:
+            return ""
+        return f'"{self.shown(text, _MAX_TEXT)}"'
+
+    def shown(self, text: str, limit: int) -> str:
+        clean = visible(text)
+        clean = clean if self.unicode else clean.encode("ascii", "backslashreplace").decode()
+        return clean if len(clean) <= limit else clean[: limit - 3] + "..."
+
+
+def report_text(report: Report, width: int = 100, text_of: Callable[[int], str | None] | None = None) -> str:
+    """The whole report in plain ASCII for lines of `width` characters, with a newline at its end."""
+    plain = Console(file=io.StringIO(), width=100_000, color_system=None, force_terminal=False, legacy_windows=False)
+    lines = []
+    for part in report_parts(report, Look(width, text_of=text_of)):
+        if isinstance(part, str | Text):
+            lines.append(str(part))
+        else:
+            with plain.capture() as captured:
+                plain.print(part)
+            lines += [line.rstrip() for line in captured.get().splitlines()]
+    return "\n".join([*lines, verdict_line(report)]) + "\n"
+
+
+def report_parts(report: Report, look: Look) -> Iterator[Part]:
+    """All of the report but its last line, part by part: lines (str or rich's Text), and tables."""
+    yield from _header(report)
+    shown = _shown(report.sequences)
+    if shown:
+        yield ""
+        yield overview_table(shown)
+        yield from legend(shown, report.teacher_forced, look.unicode)
+    for result in shown:
+        yield ""
+        yield from _sequence(result, report.teacher_forced, look)
     # of a sweep the report lists a part
-    if hidden := report.totals.sequences - MAX_SEQUENCES:
+    if (hidden := report.totals.sequences - MAX_SEQUENCES) > 0:
         counts = ", ".join(f"{n} {name}" for name, n in report.totals.verdicts.items())
-        if hidden > 0:
-            lines += ["", f"{hidden} more sequences are not shown; all together: {counts}"]
+        yield ""
+        yield f"{hidden} more sequences are not shown; all together: {counts}"
     if report.findings:
-        lines += ["", *_findings(report)]
-    lines += ["", verdict_line(report)]
-    return "\n".join(lines) + "\n"
+        yield ""
+        yield from _findings(report)
+    yield ""
 
 
 def _header(report: Report) -> Iterator[str]:
@@ -98,12 +157,13 @@ def _shown(sequences: Sequence[SequenceResult]) -> list[SequenceResult]:
     return sorted(by_need, key=lambda s: s.index)
 
 
-def _sequence(result: SequenceResult, teacher_forced: bool, width: int) -> Iterator[str]:
-    yield f"sequence {result.index} {safe(repr(result.id))}: {result.verdict.value}"
+def _sequence(result: SequenceResult, teacher_forced: bool, look: Look) -> Iterator[str | Text]:
+    name = safe(repr(result.id))
+    yield Text.assemble(f"sequence {result.index} {name}: ", (result.verdict.value, verdict_style(result.verdict)))
     counts = f"  prompt {result.prompt_length} ids; golden {_length(result.golden_length, result.golden_finish)}"
     if result.run_tokens is None:
         yield f"{counts}; the run lacks it"
-        yield from _tokens(result.golden_tokens, np.empty(0, np.int32), False, width)
+        yield from _tokens(result.golden_tokens, np.empty(0, np.int32), False, look.width)
         return
     yield f"{counts}, run {_length(result.run_length, result.run_finish)}; {result.tokens_equal} equal"
     yield f"  logits {_logits(result.logits)}"
@@ -111,9 +171,15 @@ def _sequence(result: SequenceResult, teacher_forced: bool, width: int) -> Itera
         yield f"  prompt logits {_logits(result.prompt_logits)}"
     if result.rounds is not None:
         yield f"  rounds {_rounds(result.rounds)}"
-    yield from _tokens(result.golden_tokens, result.run_tokens, teacher_forced, width)
+    trace = getattr(result, "trace", None)
+    if trace is not None and trace.message is not None:
+        yield f"  tensors {safe(trace.message)}"
+    yield from strip(result, teacher_forced, look.width, look.unicode)
+    yield from _tokens(result.golden_tokens, result.run_tokens, teacher_forced, look.width)
     if result.divergence is not None:
-        yield from _divergence(result.divergence)
+        yield from _divergence(result.divergence, look)
+        if look.text_of is not None:
+            yield from _passage(result, result.divergence.step, look)
 
 
 def _length(n: int | None, finish: str | None) -> str:
@@ -156,7 +222,7 @@ def _tau(mean: float | None) -> str:
     return "-" if mean is None else f"{mean:.2f}"
 
 
-def _tokens(golden: np.ndarray, run: np.ndarray, mark_all: bool, width: int) -> Iterator[str]:
+def _tokens(golden: np.ndarray, run: np.ndarray, mark_all: bool, width: int) -> Iterator[str | Text]:
     """Both lists in columns, wrapped; the first difference marked, in a teacher-forced run every one."""
     total = max(len(golden), len(run))
     common = min(len(golden), len(run))
@@ -164,7 +230,7 @@ def _tokens(golden: np.ndarray, run: np.ndarray, mark_all: bool, width: int) -> 
     first = parted[0] if parted else None
     marks = set(parted if mark_all else parted[:1])
     end = 0
-    for lo, hi in _windows(total, first):
+    for lo, hi in windows(total, first):
         if lo > end:
             yield _gap(end, lo, parted)
         yield from _columns(golden, run, lo, hi, marks, width)
@@ -173,29 +239,15 @@ def _tokens(golden: np.ndarray, run: np.ndarray, mark_all: bool, width: int) -> 
         yield _gap(end, total, parted)
 
 
-def _windows(total: int, first: int | None) -> list[tuple[int, int]]:
-    """The ranges of a list of `total` tokens to show: all, or the start, the place of the difference and the end."""
-    if total <= MAX_TOKENS:
-        return [(0, total)] if total else []
-    wanted = [(0, 24), (total - 8, total)]
-    if first is not None:
-        wanted.append((max(0, first - 12), min(total, first + 12)))
-    merged: list[tuple[int, int]] = []
-    for lo, hi in sorted(wanted):
-        if merged and lo <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(hi, merged[-1][1]))
-        else:
-            merged.append((lo, hi))
-    return merged
-
-
 def _gap(lo: int, hi: int, parted: list[int]) -> str:
     differ = sum(lo <= step < hi for step in parted)
     what = "all equal" if not differ else f"{differ} differ"
     return f"{'...':>{_LABEL - 2}}  steps {lo} to {hi - 1} left out: {what}"
 
 
-def _columns(golden: np.ndarray, run: np.ndarray, lo: int, hi: int, marks: set[int], width: int) -> Iterator[str]:
+def _columns(
+    golden: np.ndarray, run: np.ndarray, lo: int, hi: int, marks: set[int], width: int
+) -> Iterator[str | Text]:
     rows = {
         "step": [str(i) for i in range(lo, hi)],
         "golden": [str(golden[i]) if i < len(golden) else "-" for i in range(lo, hi)],
@@ -210,12 +262,13 @@ def _columns(golden: np.ndarray, run: np.ndarray, lo: int, hi: int, marks: set[i
         steps = range(lo + start, min(lo + start + each, hi))
         if any(step in marks for step in steps):
             ticks = " ".join(("^" * cell if step in marks else "").rjust(cell) for step in steps)
-            yield f"{'':>{_LABEL - 2}}  {ticks}".rstrip()
+            yield Text(f"{'':>{_LABEL - 2}}  {ticks}".rstrip(), "bold red")
 
 
-def _divergence(d: StepDetail) -> Iterator[str]:
+def _divergence(d: StepDetail, look: Look) -> Iterator[str | Text]:
     golden, run = ("nothing" if t is None else str(t) for t in (d.golden_token, d.run_token))
-    yield f"  first divergence at step {d.step}: golden {golden}, run {run}"
+    with_text = ["" if t is None else f" {look.text(t)}".rstrip() for t in (d.golden_token, d.run_token)]
+    yield Text(f"  first divergence at step {d.step}: golden {golden}{with_text[0]}, run {run}{with_text[1]}", "bold")
     if d.golden_margin is not None or d.run_margin is not None:
         yield f"    margin (top1 - top2): golden {_number(d.golden_margin)}, run {_number(d.run_margin)}"
     if d.tie or d.recorded_tie:
@@ -226,21 +279,41 @@ def _divergence(d: StepDetail) -> Iterator[str]:
         yield f"    {'logits':<10}{'of ' + golden:>16}{'of ' + run:>16}"
         for label, logits in (("golden", d.golden_logits), ("run", d.run_logits)):
             yield f"    {label:<10}" + "".join(f"{_number(v):>16}" for v in logits)
-        yield f"    {'top 5':<10}{'golden':>24}{'run':>24}"
+        texts = [look.text(token) for top in (d.golden_top, d.run_top) for token, _ in top]
+        room = max(map(cell_len, texts), default=0)
+        gap = " " * (room + 2 if room else 0)
+        yield f"    {'top 5':<10}{'golden':>24}{gap}{'run':>24}".rstrip()
         for rank in range(max(len(d.golden_top), len(d.run_top))):
-            yield f"    {rank + 1:<10}" + "".join(_entry(top, rank) for top in (d.golden_top, d.run_top))
+            sides = [_entry(top, rank, look, room) for top in (d.golden_top, d.run_top)]
+            yield f"    {rank + 1:<10}{''.join(sides)}".rstrip()
 
 
-def _entry(top: tuple[tuple[int, float], ...], rank: int) -> str:
-    return f"{top[rank][0]:>9}{top[rank][1]:>15.7g}" if rank < len(top) else f"{'-':>24}"
+def _entry(top: tuple[tuple[int, float], ...], rank: int, look: Look, room: int) -> str:
+    text = set_cell_size(look.text(top[rank][0]) if rank < len(top) else "", room)
+    entry = f"{top[rank][0]:>9}{top[rank][1]:>15.7g}" if rank < len(top) else f"{'-':>24}"
+    return f"{entry}  {text}" if room else entry
+
+
+def _passage(result: SequenceResult, step: int, look: Look) -> Iterator[str]:
+    """What both sides said around the step, as text."""
+    run = np.empty(0, np.int32) if result.run_tokens is None else result.run_tokens
+    for label, tokens in (("golden", result.golden_tokens), ("run", run)):
+        ids = tokens[max(0, step - 12) : step + 5].tolist()
+        texts = [look.text_of(token) or "" for token in ids]
+        here = min(step, 12)
+        before = look.shown("".join(texts[:here]), 400)
+        room = max(8, (look.width - _LABEL) // 2)
+        before = before if len(before) <= room else "..." + before[3 - room :]
+        yield f'    {label:<8}"{before}" | "{look.shown("".join(texts[here:]), room)}"'
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.7g}"
 
 
-def _findings(report: Report) -> Iterator[str]:
+def _findings(report: Report) -> Iterator[str | Text]:
     for finding in report.findings[:MAX_FINDINGS]:
-        yield f"{finding.level.value:<8}{safe(finding.message)} [{safe(finding.code)}]"
+        level = (f"{finding.level.value:<8}", _LEVELS[finding.level])
+        yield Text.assemble(level, safe(finding.message), (f" [{safe(finding.code)}]", "dim"))
     if len(report.findings) > MAX_FINDINGS:
         yield f"{'':<8}and {len(report.findings) - MAX_FINDINGS} more findings (--format json lists all)"

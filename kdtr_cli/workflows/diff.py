@@ -144,29 +144,29 @@ def _verified_digest(sequence: BundleSequence, path: str) -> str:
     return _reading(lambda: sequence.verified_sha256(path))
 
 
-def check_report_target(path: Path, force: bool, bundles: tuple[Path, ...] = ()) -> None:
-    """Say before any work whether a report could be written to `path`. InputError: it exists and `force` is off, it is
-    no regular file, it is one of the bundles, its folder is missing or can't be written to."""
+def check_report_target(path: Path, force: bool, bundles: tuple[Path, ...] = (), option: str = "--output-file") -> None:
+    """Say before any work whether what `option` names could be written to `path`. InputError: it exists and `force` is
+    off, it is no regular file, it is one of the bundles, its folder is missing or can't be written to."""
     folder = path.parent
     if path.exists() or path.is_symlink():
         if any(path.exists() and bundle.exists() and path.samefile(bundle) for bundle in bundles):
-            raise InputError(f"--output-file {path} is one of the bundles; name another file")
+            raise InputError(f"{option} {path} is one of the bundles; name another file")
         if not path.is_file():
-            raise InputError(f"--output-file {path} is not a regular file; name another")
+            raise InputError(f"{option} {path} is not a regular file; name another")
         if not force:
-            raise InputError(f"--output-file {path} exists; use --force to overwrite it")
+            raise InputError(f"{option} {path} exists; use --force to overwrite it")
     if not folder.is_dir():
-        raise InputError(f"--output-file {path}: the folder {folder} does not exist; create it first")
+        raise InputError(f"{option} {path}: the folder {folder} does not exist; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"--output-file {path}: no permission to write in the folder {folder}")
+        raise InputError(f"{option} {path}: no permission to write in the folder {folder}")
 
 
-def write_report(path: Path, text: str) -> None:
+def write_report(path: Path, report: str | bytes) -> None:
     """Write a report, all of it or nothing. DeviceError (exit 3): it can't be written; no verdict is given then."""
     temporary = path.parent / f".{secrets.token_hex(4)}.kdtr-report.partial"
     try:
-        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open(temporary, "xb") as file:
+            file.write(report.encode() if isinstance(report, str) else report)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

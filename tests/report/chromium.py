@@ -31,8 +31,8 @@ PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 
 
 class Chromium:
-    """One browser with one page. `requests`: every URL that the page asked for; `complaints`: exceptions, console errors
-    and violations of the policy."""
+    """One browser with one page. `requests`: every URL that the page asked for; `complaints`: exceptions, console
+    errors and violations of the policy."""
 
     def __init__(self) -> None:
         self._profile = tempfile.mkdtemp(prefix="kdtr-chromium-")

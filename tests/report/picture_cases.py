@@ -85,7 +85,7 @@ def diverged():
     golden, run = pair(sequences=2)
     perturb(run, 1e-4)
     run.one.logits["engine"][:, 128:136] += np.float32(3e-3)
-    token = make_tie(golden, run, 9)
+    make_tie(golden, run, 9)
     run.one.tokens[17] = (run.one.tokens[17] + 1) % 512
     run.one.tokens[9] = golden.one.tokens[9]
     run.one.logits["engine"][17, run.one.tokens[17]] = run.one.logits["engine"][17].max() + 1

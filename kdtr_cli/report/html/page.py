@@ -1,5 +1,5 @@
-"""report -> one HTML document. What can be read stands in it as text and tables, for viewers that run no script too; the
-script only draws, from the data in the document.
+"""report -> one HTML document. What can be read stands in it as text and tables, for viewers that run no script too;
+the script only draws, from the data in the document.
 
 Its policy lets nothing be loaded, sent or run but the one style sheet and the one script, known by their digests.
 """
@@ -13,8 +13,9 @@ from importlib.resources import files
 from string import Template
 
 from kdtr_cli import __version__
+from kdtr_cli.parity.drawn import drawn_sequences
 from kdtr_cli.parity.results import Report
-from kdtr_cli.report.html.parts import esc, findings, header, overview, provenance, shown_sequences, tolerance
+from kdtr_cli.report.html.parts import esc, findings, header, overview, provenance, tolerance
 from kdtr_cli.report.html.payload import TextOf, payload
 from kdtr_cli.report.html.sequence import section
 from kdtr_cli.report.line import verdict_line
@@ -25,7 +26,7 @@ __all__ = ["report_html"]
 def report_html(report: Report, text_of: TextOf | None = None) -> str:
     """The document. `text_of` gives the text of a token id."""
     css, js, page = (_data_file(name) for name in ("page.css", "page.js", "page.html"))
-    shown = shown_sequences(report)
+    shown = drawn_sequences(report.sequences)
     body = [
         header(report),
         '<main id="main">',

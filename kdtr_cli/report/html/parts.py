@@ -10,7 +10,6 @@ from kdtr_cli.report.rest import rest_of
 from kdtr_cli.report.visible import visible
 
 __all__ = [
-    "MAX_SHOWN",
     "esc",
     "findings",
     "header",
@@ -18,14 +17,11 @@ __all__ = [
     "number",
     "overview",
     "provenance",
-    "shown_sequences",
     "table",
     "tolerance",
     "verdict_tag",
 ]
 
-#: So many sequences are shown in full, those that do not agree first.
-MAX_SHOWN = 16
 MAX_LISTED = 200
 MAX_FINDINGS = 200
 MAX_TEXT = 600
@@ -76,12 +72,6 @@ def table(head: list[str], rows: list[list[str]], caption: str, numeric: str = "
     )
 
 
-def shown_sequences(report: Report) -> list[SequenceResult]:
-    """The sequences that are shown in full, the worst first."""
-    ranks = {verdict: rank for rank, verdict in enumerate(Verdict)}
-    return sorted(report.sequences, key=lambda s: (-ranks[s.verdict], s.index))[:MAX_SHOWN]
-
-
 def header(report: Report) -> str:
     t = report.totals
     tone = _TONE.get(report.exit_code, "unsure")
@@ -118,8 +108,9 @@ def header(report: Report) -> str:
 
 def findings(report: Report) -> str:
     found = report.findings
+    title = '<section aria-labelledby="found"><h2 id="found">Findings'
     if not found:
-        return '<section aria-labelledby="found"><h2 id="found">Findings</h2><p class="quiet">Nothing to report.</p></section>'
+        return f'{title}</h2><p class="quiet">Nothing to report.</p></section>'
     items = "".join(
         f'<li class="{f.level.value}"><span class="tag">{f.level.value}</span> <bdi>{esc(f.message)}</bdi> '
         f"<code>{esc(f.code, 120)}</code></li>"
@@ -127,10 +118,7 @@ def findings(report: Report) -> str:
     )
     more = len(found) - MAX_FINDINGS
     rest = f'<p class="quiet">{more} more findings are not listed (--format json lists all).</p>' if more > 0 else ""
-    return (
-        f'<section aria-labelledby="found"><h2 id="found">Findings <small>{len(found)}</small></h2>'
-        f'<ul class="findings">{items}</ul>{rest}</section>'
-    )
+    return f'{title} <small>{len(found)}</small></h2><ul class="findings">{items}</ul>{rest}</section>'
 
 
 def overview(report: Report, shown: list[SequenceResult]) -> str:

@@ -111,7 +111,8 @@ def _rounds(result: RoundsResult, nodes: int) -> dict[str, object] | None:
 
 
 def _cut(arrays: Mapping[str, np.ndarray], nodes: int, wanted: int | None) -> dict[str, object]:
-    """Rounds from `from` on, one after another, of at most `nodes` nodes (one round at least). `wanted` is among them."""
+    """Rounds from `from` on, one after another, of at most `nodes` nodes (but three rounds at least), `wanted` among
+    them."""
     ends = np.cumsum(arrays["n_nodes"], dtype=np.int64)
     total = len(ends)
     start = 0

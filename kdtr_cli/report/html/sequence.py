@@ -20,7 +20,7 @@ def section(result: SequenceResult, teacher_forced: bool, text_of: TextOf | None
     """The section, with places for pictures that the script fills."""
     i = result.index
     parts = [
-        f'<section class="seq" id="seq-{i}" data-seq="{i}" aria-labelledby="seq-{i}-h">'
+        f'<section class="seq" id="seq-{i}" data-seq="{i}" aria-labelledby="seq-{i}-h">',
         f'<h2 id="seq-{i}-h">Sequence {i} {name(result.id, 200)} {verdict_tag(result.verdict)}</h2>',
         _facts(result),
         '<noscript><p class="quiet">The pictures need scripts, which this viewer does not run.</p></noscript>',
