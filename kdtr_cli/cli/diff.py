@@ -133,7 +133,8 @@ def diff(
         if note is not None:
             with suppress(OSError):  # a standard error that is full changes no verdict either
                 notes().print(f"note: {note}")
-    click.echo(text, nl=False)  # it flushes; `main` makes exit 3 of a standard output that can't take it
+    # the page is UTF-8, whatever the terminal takes; echo flushes, and `main` makes exit 3 of an output that is full
+    click.echo(text.encode() if form == "html" else text, nl=False)
     ctx.exit(int(report.exit_code))
 
 
@@ -161,7 +162,7 @@ def _render(report: Report, form: str, output_file: Path | None, text_of: TextOf
     out = results()
     if output_file is not None or not out.is_terminal or out.is_dumb_terminal:
         return report_text(report, _width(output_file), text_of)
-    unicode = (out.encoding or "").replace("-", "").lower() == "utf8"
+    unicode = out.encoding.replace("-", "").lower() == "utf8"
     for part in report_parts(report, Look(_width(output_file), unicode, text_of)):
         # lines are wrapped where that makes sense; a terminal wraps the others better than at blanks
         out.print(part, soft_wrap=isinstance(part, str | Text))

@@ -4,7 +4,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
-  const MARKS = ["not compared", "same bits", "same token, other bits or none", "tie", "logits out of tolerance", "another token"];
+  const MARKS = ["not compared", "same bits", "same token, logits differ or unknown", "tie", "logits out of tolerance", "another token"];
 
   // ---------------------------------------------------------------- small things
   const el = (name, attributes = {}, ...children) => fill(document.createElement(name), attributes, children);
@@ -81,7 +81,8 @@
       this.golden = source.golden ? unpack(source.golden, "i4") : null;
       this.run = source.run ? unpack(source.run, "i4") : null;
       this.first = source.divergence === undefined ? null : source.divergence;
-      this.place = this.first === null ? 0 : Math.floor(this.first / this.per);
+      this.full = source.full; // every value of every row is there, so NaN is no gap but a value
+      this.place = this.first === null ? this.worstPlace() : Math.floor(this.first / this.per);
       this.block = 0;
       this.crosses = [];
       if (source.blocks) {
@@ -108,6 +109,13 @@
       this.table(host);
       this.tell();
     }
+    worstPlace() { // where a reader wants to look first: the first fault, or the largest error
+      const fault = this.marks ? this.marks.findIndex((m) => m === 4) : -1;
+      if (fault >= 0 || !this.measured) return Math.max(0, fault);
+      let best = 0;
+      for (let p = 1; p < this.measured; p++) if (this.curves.max_abs[p] > this.curves.max_abs[best]) best = p;
+      return best;
+    }
     worst(place) { // the block with the largest error at a place
       let best = 0;
       if (place < this.measured)
@@ -117,6 +125,7 @@
         }
       return best;
     }
+    value(v, digits) { return Number.isNaN(v) && this.full ? "not finite" : show(v, digits); }
     label(place) {
       const lo = place * this.per, hi = Math.min(this.steps, lo + this.per) - 1;
       return lo === hi ? `${this.what} ${lo}` : `${this.what}s ${lo}–${hi}`;
@@ -156,10 +165,10 @@
       if (p < this.measured) {
         if (this.values) {
           const v = this.values[p * this.count + this.block];
-          say.push(`${this.ids(this.block)}: ${Number.isNaN(v) ? "not finite" : show(v)}`);
+          say.push(`${this.ids(this.block)}: ${this.value(v)}`);
         }
         const c = this.curves;
-        say.push(`max abs ${show(c.max_abs[p])}`, `ULP ${show(c.max_ulp[p])}`, `KL ${show(c.kl[p])}`);
+        say.push(`max abs ${this.value(c.max_abs[p])}`, `ULP ${show(c.max_ulp[p])}`, `KL ${this.value(c.kl[p])}`);
         say.push(`margin golden ${show(c.golden_margin[p])}, run ${show(c.run_margin[p])}`);
       } else if (this.measured) say.push("logits not compared");
       this.readout.replaceChildren(...say.map((s) => el("span", {}, s)));
@@ -226,7 +235,7 @@
       const keyed = [];
       if (scale.any) keyed.push(["ramp", `${show(scale.lo)} to ${show(scale.hi)}, logarithmic`]);
       if (scale.zero) keyed.push(["k-zero", "no difference"]);
-      if (nans || scale.odd) keyed.push(["k-nan", "not finite or not known"]);
+      if (nans || scale.odd) keyed.push(["k-nan", this.full ? "not finite" : "not known"]);
       if (this.measured < this.places) keyed.push(["k-gap", "not compared"]);
       const canvas = el("canvas"), cell = el("div", { class: "cell" });
       const holder = el("div", {
@@ -283,7 +292,7 @@
         this.outline = () => {
           cell.hidden = this.place >= this.measured;
           cell.style.left = `${this.x(this.place, w) - 2}px`; cell.style.width = `${Math.max(3, one) + 3}px`;
-          cell.style.top = `${top + this.block * cellHeight - 2}px`; cell.style.height = `${cellHeight + 3}px`;
+          cell.style.top = `${flat ? top - 2 : top + this.block * cellHeight - 2}px`; cell.style.height = `${flat ? height + 3 : cellHeight + 3}px`;
         };
       };
       this.pointer(holder, (event) => {
@@ -296,7 +305,7 @@
 
     /* Curves over steps on a logarithmic scale; 0 has a line of its own below, "not finite" a mark at the top. */
     chart(host, title, series, height) {
-      const known = series.filter(([key]) => this.curves[key].some((v) => !Number.isNaN(v)));
+      const known = series.filter(([key]) => this.full || this.curves[key].some((v) => !Number.isNaN(v)));
       const holder = el("div", { class: "canvas" });
       const keyed = series.length > 1 ? series.map(([, cls, word]) => [`thin k-${cls}`, word]) : [];
       const ties = series.length > 1 ? this.ties() : [];
@@ -355,9 +364,13 @@
       let path = "", pen = false, under = "", dots = values.length <= 80;
       for (let p = 0; p < values.length; p++) {
         const v = values[p];
-        if (Number.isNaN(v)) { pen = false; continue; }
+        if (Number.isNaN(v) && !(this.full && stems)) { pen = false; continue; }
         const x = this.middle(p, w).toFixed(1), h = y(v).toFixed(1);
-        if (!Number.isFinite(v)) svg.append(sv("path", { class: "f-nan", d: `M${x} ${h - 4}l4 7h-8z` }, sv("title", {}, `${this.label(p)}: not finite`)));
+        if (!Number.isFinite(v)) {
+          svg.append(sv("path", { class: "f-nan", d: `M${x} ${h - 4}l4 7h-8z` }, sv("title", {}, `${this.label(p)}: not finite`)));
+          pen = false;
+          continue;
+        }
         path += `${pen ? "L" : "M"}${x} ${h}`;
         if (stems && v !== 0) under += `M${x} ${base}V${h}`;
         if (dots && cls !== "golden") svg.append(sv("circle", { class: `f-${cls}`, cx: x, cy: h, r: 2.6 }));
@@ -381,7 +394,7 @@
           const row = [this.label(p).replace(/^\D+/, "")];
           if (this.golden) row.push(...[this.golden, this.run].map((t) => (t && p < t.length ? named(t[p]) : "–")));
           if (this.marks) row.push(MARKS[this.marks[p]]);
-          if (this.measured) row.push(...(p < this.measured ? [c.max_abs, c.max_ulp, c.kl, c.golden_margin, c.run_margin].map((v) => show(v[p], 4)) : Array(5).fill("–")));
+          if (this.measured) row.push(...(p < this.measured ? [c.max_abs, c.max_ulp, c.kl, c.golden_margin, c.run_margin].map((v) => this.value(v[p], 4)) : Array(5).fill("–")));
           body.push(row);
         }
         details.append(tableOf(said, head, body));
@@ -392,7 +405,7 @@
       const body = [];
       for (let p = 0; p < this.measured; p++) {
         const b = this.worst(p), v = this.values[p * this.count + b];
-        body.push([this.label(p).replace(/^\D+/, ""), v === 0 ? "none differs" : this.ids(b), Number.isNaN(v) ? "not finite" : show(v)]);
+        body.push([this.label(p).replace(/^\D+/, ""), v === 0 ? "none differs" : this.ids(b), this.value(v)]);
       }
       const title = `The block of ${this.size} ids with the largest error, by ${this.what}`;
       return el("div", {}, el("p", { class: "quiet" }, title), tableOf(title, [this.what, "block", "largest |run − golden|"], body));
@@ -421,7 +434,7 @@
       legend(["k-same", "same bits"], ["k-equal", "within tolerance"], ["k-differs", "out of tolerance"])), holder));
     const draw = () => {
       if (!holder.clientWidth) return;
-      const w = Math.max(200, holder.clientWidth), base = height - 30, floor = base - 17, top = 14, one = (w - GUTTER - RIGHT) / tensors.length;
+      const w = Math.max(200, holder.clientWidth), base = height - 30, floor = base - 17, top = 28, one = (w - GUTTER - RIGHT) / tensors.length;
       const svg = sv("svg", { viewBox: `0 0 ${w} ${height}`, role: "img", "aria-label": `Largest error of ${tensors.length} tensors; the list below has every value.` });
       const y = (v) => (v === 0 ? base : !Number.isFinite(v) ? top - 4 : floor - (floor - top) * scale.at(v));
       const x = (i) => GUTTER + one * (i + 0.5);
@@ -440,12 +453,13 @@
       svg.append(sv("text", { x: GUTTER - 6, y: height - 12, "text-anchor": "end" }, "layer"));
       svg.append(sv("path", { class: "curve s-err", opacity: 0.5, d: values.map((v, i) => (Number.isNaN(v) ? "" : `${i && !Number.isNaN(values[i - 1]) ? "L" : "M"}${x(i)} ${y(v)}`)).join("") }));
       tensors.forEach((t, i) => {
-        if (Number.isNaN(values[i]) && t.error !== "nan") return;
-        const v = values[i];
-        svg.append(sv("circle", { class: Number.isFinite(v) ? `f-${t.state}` : "f-nan", cx: x(i), cy: y(v), r: t.first ? 5 : Math.min(3.2, Math.max(1.6, one / 2.4)) }, sv("title", {}, `${t.name}: ${show(v)}`)));
+        // integers (ids of experts) have no size of an error: below where they are the same, at the top where not
+        const v = t.error === null ? (t.state === "same" ? 0 : Infinity) : values[i];
+        svg.append(sv("circle", { class: Number.isFinite(v) || t.error === null ? `f-${t.state}` : "f-nan", cx: x(i), cy: y(v), r: t.first ? 5 : Math.min(3.2, Math.max(1.6, one / 2.4)) }, sv("title", {}, `${t.name}: ${t.error === null ? (t.state === "same" ? "the same" : "other values") : show(values[i])}`)));
         if (t.first) {
-          const left = x(i) > w * 0.6;
-          svg.append(sv("path", { class: "first", d: `M${x(i)} ${top - 10}V${base}` }), sv("text", { class: "first-text", x: x(i) + (left ? -6 : 6), y: 11, "text-anchor": left ? "end" : "start" }, `first that parts: ${t.name}`));
+          const left = x(i) > w * 0.5, room = Math.floor(((left ? x(i) : w - x(i)) - 8) / 6.4), name = `first that parts: ${t.name}`;
+          const label = name.length <= room ? name : `first: …${t.name.slice(-Math.max(4, room - 8))}`;
+          svg.append(sv("path", { class: "first", d: `M${x(i)} 4V${base}` }), sv("text", { class: "first-text", x: x(i) + (left ? -6 : 6), y: 11, "text-anchor": left ? "end" : "start" }, label));
         }
       });
       holder.replaceChildren(svg);

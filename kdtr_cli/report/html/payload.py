@@ -49,6 +49,7 @@ def _sequence(result: SequenceResult, teacher_forced: bool, nodes: int) -> dict[
         "prompt": _prompt(result.prompt_logits),
         "trace": _trace(getattr(result, "trace", None)),
         "rounds": None if result.rounds is None else _rounds(result.rounds, nodes),
+        "full": result.logits.form == "full",
     } | _curves(series)
 
 
@@ -72,7 +73,11 @@ def _curves(series: Series | None) -> dict[str, object]:
 def _prompt(result: LogitsResult | None) -> dict[str, object] | None:
     """The logits of the prompt, drawn by position."""
     series = None if result is None else series_of(result.curves, result.rows_compared)
-    return None if series is None else {"steps": series.rows, "per": series.per, **_curves(series)}
+    return (
+        None
+        if series is None
+        else {"steps": series.rows, "per": series.per, "full": result.form == "full", **_curves(series)}
+    )
 
 
 def _trace(trace: object | None) -> list[dict[str, object]] | None:

@@ -27,7 +27,6 @@ def section(result: SequenceResult, teacher_forced: bool, text_of: TextOf | None
         '<div class="draw" data-draw="plots"></div>',
         _tokens(result, marks(result, teacher_forced), text_of),
         "" if result.divergence is None else _divergence(result.divergence, text_of),
-        '<div class="draw" data-draw="trace"></div>',
         _trace(result),
         '<div class="draw" data-draw="rounds"></div>',
         "</section>",
@@ -137,4 +136,5 @@ def _trace(result: SequenceResult) -> str:
     ]
     head = ["Tensor", "Rows identical", "Rows out", "max abs", "NMSE", "First row"]
     listed = table(head, rows, "Tensors in the order of execution", " rrrrr")
-    return f"<h3>Tensors</h3>{said}<details><summary>All {len(rows)} tensors</summary>{listed}</details>"
+    place = '<div class="draw" data-draw="trace"></div>'
+    return f"<h3>Tensors</h3>{said}{place}<details><summary>All {len(rows)} tensors</summary>{listed}</details>"
