@@ -1,6 +1,7 @@
 """A sequence in one character a step, for the terminal: where it parts, and what was not compared, at a glance."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 from rich.text import Text
@@ -59,8 +60,8 @@ def _line(state: np.ndarray, start: int, unicode: bool) -> Text:
     line = Text(f"{'steps':>10}{start:>8}  ")
     for i in range(0, len(state), _GROUP):
         line.append(" " if i else "")
-        for mark in state[i : i + _GROUP]:
-            line.append(_MARKS[Mark(mark)][unicode], _MARKS[Mark(mark)][2])
+        for mark, same in groupby(state[i : i + _GROUP].tolist()):
+            line.append(_MARKS[Mark(mark)][unicode] * len(list(same)), _MARKS[Mark(mark)][2])
     return line
 
 

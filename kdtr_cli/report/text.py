@@ -19,6 +19,7 @@ from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import Tolerance
 from kdtr_cli.parity.verdicts import Level, Verdict
 from kdtr_cli.report.line import safe, verdict_line
+from kdtr_cli.report.meaning import MEANS
 from kdtr_cli.report.overview import overview_table, verdict_style
 from kdtr_cli.report.strip import legend, strip
 from kdtr_cli.report.visible import visible
@@ -76,6 +77,10 @@ def report_text(report: Report, width: int = 100, text_of: Callable[[int], str |
 
 def report_parts(report: Report, look: Look) -> Iterator[Part]:
     """All of the report but its last line, part by part: lines (str or rich's Text), and tables."""
+    verdict = (report.verdict.value, verdict_style(report.verdict))
+    yield Text.assemble(
+        "verdict ", verdict, f": {MEANS[report.verdict] if report.reason is None else safe(report.reason)}"
+    )
     yield from _header(report)
     shown = _shown(report.sequences)
     if shown:

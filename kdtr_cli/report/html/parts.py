@@ -6,6 +6,7 @@ from kdtr_cli.errors import Exit
 from kdtr_cli.parity.results import Report, SequenceResult, Side
 from kdtr_cli.parity.verdicts import Verdict, first_word
 from kdtr_cli.report.line import verdict_line
+from kdtr_cli.report.meaning import MEANS
 from kdtr_cli.report.rest import rest_of
 from kdtr_cli.report.visible import visible
 
@@ -30,15 +31,6 @@ _GOOD = (Verdict.IDENTICAL, Verdict.PASS)
 
 #: What each side has its own of, so that another value is no news.
 _OWN = ("file", "tier", "mode", "arithmetic")
-
-_MEANS = {
-    Verdict.IDENTICAL: "All tokens and all bits of all logits are the same.",
-    Verdict.PASS: "All tokens are the same, and the logits are within tolerance at every step.",
-    Verdict.TIE_BREAK: "Tokens part, but only where the golden itself is a tie within tolerance.",
-    Verdict.INCONCLUSIVE: "Too little was compared to say.",
-    Verdict.DIVERGED: "The run differs from the golden.",
-    Verdict.INVALID: "This evidence can't be judged.",
-}
 _TONE = {Exit.AGREES: "good", Exit.DIFFERS: "bad"}
 
 
@@ -93,7 +85,7 @@ def header(report: Report) -> str:
         where = f"step {t.first_divergence[1]} <small>of sequence {t.first_divergence[0]}</small>"
         facts.append(("First divergence", where + margin))
     listed = "".join(f"<div><dt>{label}</dt><dd>{value}</dd></div>" for label, value in facts)
-    why = _MEANS[report.verdict] if report.reason is None else esc(report.reason)
+    why = MEANS[report.verdict] if report.reason is None else esc(report.reason)
     return (
         f'<header class="{tone}"><div class="top"><p class="brand">kdtr diff</p>'
         '<div class="theme" role="group" aria-label="Colours" hidden>'
