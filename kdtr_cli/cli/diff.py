@@ -5,6 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,16 +13,18 @@ from rich.text import Text
 
 from kdtr_cli.cli.console import notes, progress, results
 from kdtr_cli.cli.settings import origin
+from kdtr_cli.cli.tensor_rule import TensorRuleType
 from kdtr_cli.parity.results import Report
-from kdtr_cli.parity.tolerances import JudgeOptions
+from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.parity.verdicts import ON_TIE
+from kdtr_cli.report.divergence import Look
 from kdtr_cli.report.github import report_github
 from kdtr_cli.report.html.page import report_html
 from kdtr_cli.report.json import report_json
 from kdtr_cli.report.junit import report_junit
 from kdtr_cli.report.line import verdict_line
 from kdtr_cli.report.plot import check_plot, report_png
-from kdtr_cli.report.text import Look, report_parts, report_text
+from kdtr_cli.report.text import report_parts, report_text
 from kdtr_cli.workflows.diff import check_report_target, write_report
 from kdtr_cli.workflows.diff import diff as judge_bundles
 from kdtr_cli.workflows.step_summary import append_step_summary
@@ -50,6 +53,13 @@ _RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow
 @click.option("--rtol", type=float, help="The same, as a share of |golden|.  [default: 0 for tier exact]")
 @click.option("--max-ulp", type=click.IntRange(min=0), help="Largest distance in units of the run's storage type.")
 @click.option("--max-kl", type=float, help="Largest KL(golden || run) of a step, in nats, over the full vocabulary.")
+@click.option(
+    "--rule",
+    type=TensorRuleType(),
+    multiple=True,
+    metavar="PATTERN:BOUNDS",
+    help='Bounds of tensors by name, such as "*.router_logits:atol=1e-4,rtol=0"; the first that matches holds.',
+)
 @click.option("--on-tie", type=click.Choice(ON_TIE), default="fail", show_default=True, help="What TIE_BREAK means.")
 @click.option("--allow-partial", is_flag=True, help="Judge by partial logits (top K, or none).")
 @click.option("--allow-loose", is_flag=True, help="Judge by a tolerance that zeros or shuffled logits would pass too.")
@@ -83,6 +93,7 @@ def diff(
     rtol: float | None,
     max_ulp: int | None,
     max_kl: float | None,
+    rule: tuple[TensorRule, ...],
     on_tie: str,
     allow_partial: bool,
     allow_loose: bool,
@@ -113,6 +124,7 @@ def diff(
         select=None if select is None else tuple(name for part in select.split(",") if (name := part.strip())),
         origins={name: f"--{name.replace('_', '-')}, {origin(ctx, name)}" for name in _RULES},
         keep_rounds=form == "html",
+        rules=tuple(replace(one, origin=f"--rule, {origin(ctx, 'rule')}") for one in rule),
     )
     if output_file is not None:
         check_report_target(output_file, force, (golden, run))

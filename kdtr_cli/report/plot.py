@@ -13,6 +13,7 @@ import numpy as np
 from kdtr_cli.errors import InputError
 from kdtr_cli.parity.drawn import drawn_sequences
 from kdtr_cli.parity.results import Report, SequenceResult
+from kdtr_cli.parity.traces import TraceResult
 from kdtr_cli.report.line import safe, verdict_line
 from kdtr_cli.report.series import Series, series_of
 from kdtr_cli.report.steps import Mark, marks
@@ -90,7 +91,7 @@ def _panels(result: SequenceResult, teacher_forced: bool) -> list[tuple[float, A
         ties = np.flatnonzero((state[: series.rows : series.per] == Mark.TIE) | (series.golden_margin == 0))
         both = [("golden", series.golden_margin, _GOLDEN), ("run", series.run_margin, _RUN)]
         panels.append((1.5, lambda ax: _curve(ax, at, "margin", both, ties)))
-    trace = getattr(result, "trace", None)
+    trace = result.trace
     if trace is not None and trace.tensors:
         panels.append((1.9, lambda ax: _tensors(ax, trace)))
     return panels
@@ -183,7 +184,7 @@ def _logarithmic(ax: Any, positive: np.ndarray) -> None:
     ax.yaxis.get_major_locator().set_params(numticks=5)
 
 
-def _tensors(ax: Any, trace: Any) -> None:
+def _tensors(ax: Any, trace: TraceResult) -> None:
     values = np.array([np.nan if t.max_abs is None else t.max_abs for t in trace.tensors], np.float64)
     positive = values[np.isfinite(values) & (values > 0)]
     if positive.size:
@@ -192,7 +193,7 @@ def _tensors(ax: Any, trace: Any) -> None:
     ax.plot(np.where(np.isfinite(values), values, np.nan), color=_ERROR, lw=0.8, alpha=0.5)
     ax.scatter(np.arange(len(values)), np.where(np.isfinite(values), values, np.nan), c=colours, s=10, zorder=3)
     for i, tensor in enumerate(trace.tensors):
-        if trace.first is not None and tensor.name == trace.first.name:
+        if tensor is trace.first:
             ax.axvline(i, color=_BAD, ls="--", lw=1.2)
             ax.set_xlabel(f"first that parts: {safe(tensor.name)[:80]}", fontsize=8, color=_BAD, parse_math=False)
     ax.set_title("error by tensor, in the order of execution", fontsize=9, loc="left")

@@ -7,58 +7,36 @@ with colours, and better marks where it takes UTF-8.
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from kdtr_cli.parity.results import Report, RoundsResult, SequenceResult, Side, StepDetail
+from kdtr_cli.parity.results import Report, RoundsResult, SequenceResult, Side
 from kdtr_cli.parity.tally import LogitsResult
-from kdtr_cli.parity.tolerances import Tolerance
+from kdtr_cli.parity.tolerances import TensorRule, Tolerance
+from kdtr_cli.parity.traces import TraceResult, step_of
 from kdtr_cli.parity.verdicts import Level, Verdict
+from kdtr_cli.report.divergence import Look, divergence, passage
 from kdtr_cli.report.line import safe, verdict_line
 from kdtr_cli.report.meaning import MEANS
 from kdtr_cli.report.overview import overview_table, verdict_style
 from kdtr_cli.report.strip import legend, strip
-from kdtr_cli.report.visible import visible
 from kdtr_cli.report.windows import windows
 
-__all__ = ["Look", "Part", "report_parts", "report_text"]
+__all__ = ["Part", "report_parts", "report_text"]
 
 #: More sequences than these are counted only; those that do not agree are shown first.
 MAX_SEQUENCES = 32
 MAX_FINDINGS = 40
+#: Of the tensors that are out, the first ones.
+MAX_TENSORS = 6
 _LABEL = 12
-_MAX_TEXT = 20
 
 #: What rich prints, or a line as it is.
 Part = object
 
 _LEVELS = {Level.ERROR: "red", Level.WARNING: "yellow", Level.NOTE: "dim"}
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a report is shown: `width` characters a line, `unicode` where more than ASCII can be shown, and what gives
-    the text of a token id (None: nothing does; for one id: it is not known)."""
-
-    width: int = 100
-    unicode: bool = False
-    text_of: Callable[[int], str | None] | None = None
-
-    def text(self, token: int) -> str:
-        """The text of a token between quotes; empty where it is not known."""
-        text = None if self.text_of is None else self.text_of(token)
-        if text is None:
-            return ""
-        return f'"{self.shown(text, _MAX_TEXT)}"'
-
-    def shown(self, text: str, limit: int) -> str:
-        clean = visible(text)
-        clean = clean if self.unicode else clean.encode("ascii", "backslashreplace").decode()
-        return clean if len(clean) <= limit else clean[: limit - 3] + "..."
 
 
 def report_text(report: Report, width: int = 100, text_of: Callable[[int], str | None] | None = None) -> str:
@@ -109,6 +87,8 @@ def _header(report: Report) -> Iterator[str]:
         against = f"the golden's {report.reference} logits" if report.reference else "no logits: the golden has none"
         yield f"{'rule':<8}{_rule(report.tolerance)}, against {against}"
     o = report.options
+    for rule in o.rules:
+        yield f"{'':<8}{_tensor_rule(rule)}"
     said = [
         f"{name} {safe(str(value))} ({safe(o.origin(name))})"
         for name, value, default in (
@@ -154,6 +134,11 @@ def _rule(tolerance: Tolerance) -> str:
     return " and ".join(rules)
 
 
+def _tensor_rule(rule: TensorRule) -> str:
+    bounds = [f"{n} {getattr(rule, n):g}" for n in ("atol", "rtol", "max_ulp") if getattr(rule, n) is not None]
+    return f"{safe(rule.tensor)}: {', '.join(bounds)} ({safe(rule.origin)})"
+
+
 def _shown(sequences: Sequence[SequenceResult]) -> list[SequenceResult]:
     if len(sequences) <= MAX_SEQUENCES:
         return list(sequences)
@@ -176,15 +161,14 @@ def _sequence(result: SequenceResult, teacher_forced: bool, look: Look) -> Itera
         yield f"  prompt logits {_logits(result.prompt_logits)}"
     if result.rounds is not None:
         yield f"  rounds {_rounds(result.rounds)}"
-    trace = getattr(result, "trace", None)
-    if trace is not None and trace.message is not None:
-        yield f"  tensors {safe(trace.message)}"
     yield from strip(result, teacher_forced, look.width, look.unicode)
     yield from _tokens(result.golden_tokens, result.run_tokens, teacher_forced, look.width)
     if result.divergence is not None:
-        yield from _divergence(result.divergence, look)
+        yield from divergence(result.divergence, look)
         if look.text_of is not None:
-            yield from _passage(result, result.divergence.step, look)
+            yield from passage(result, result.divergence.step, look)
+    if result.trace is not None:
+        yield from _trace(result.trace, result.prompt_length)
 
 
 def _length(n: int | None, finish: str | None) -> str:
@@ -225,6 +209,24 @@ def _held(rounds: int | None, mean: float | None) -> str:
 
 def _tau(mean: float | None) -> str:
     return "-" if mean is None else f"{mean:.2f}"
+
+
+def _trace(r: TraceResult, prompt: int) -> Iterator[str]:
+    equal = sum(t.rows_identical == t.rows for t in r.tensors)
+    rows = max((t.rows for t in r.tensors), default=0)
+    yield f"  trace {equal} of {len(r.tensors)} tensors identical, at {rows} positions"
+    if r.first is None:
+        return
+    yield f"    {'step':>5} {'position':>9} {'rows out':>10} {'max abs':>10} {'nmse':>10}  tensor"
+    after = r.tensors[r.tensors.index(r.first) :]
+    shown = [t for t in after if t.rows_out][:MAX_TENSORS]
+    for t in shown:
+        worst, nmse = ("-" if v is None else f"{v:.3e}" for v in (t.max_abs, t.nmse))
+        hint = f"  <- {r.hint}" if t is r.first and r.hint else ""
+        figures = f"{f'{t.rows_out}/{t.rows}':>10} {worst:>10} {nmse:>10}"
+        yield f"    {step_of(t.first_row, prompt):>5} {t.first_row:>9} {figures}  {safe(t.name)}{hint}"
+    if more := sum(t.rows_out > 0 for t in r.tensors) - len(shown):
+        yield f"    and {more} more tensors out of tolerance"
 
 
 def _tokens(golden: np.ndarray, run: np.ndarray, mark_all: bool, width: int) -> Iterator[str | Text]:
@@ -270,55 +272,10 @@ def _columns(
             yield Text(f"{'':>{_LABEL - 2}}  {ticks}".rstrip(), "bold red")
 
 
-def _divergence(d: StepDetail, look: Look) -> Iterator[str | Text]:
-    golden, run = ("nothing" if t is None else str(t) for t in (d.golden_token, d.run_token))
-    with_text = ["" if t is None else f" {look.text(t)}".rstrip() for t in (d.golden_token, d.run_token)]
-    yield Text(f"  first divergence at step {d.step}: golden {golden}{with_text[0]}, run {run}{with_text[1]}", "bold")
-    if d.golden_margin is not None or d.run_margin is not None:
-        yield f"    margin (top1 - top2): golden {_number(d.golden_margin)}, run {_number(d.run_margin)}"
-    if d.tie or d.recorded_tie:
-        said = ["the run's token is within tolerance of the golden's maximum"] if d.tie else []
-        said += ["the golden recorded that its float64 argmax is another token"] if d.recorded_tie else []
-        yield f"    tie: {'; '.join(said)}"
-    if d.golden_top or d.run_top:
-        yield f"    {'logits':<10}{'of ' + golden:>16}{'of ' + run:>16}"
-        for label, logits in (("golden", d.golden_logits), ("run", d.run_logits)):
-            yield f"    {label:<10}" + "".join(f"{_number(v):>16}" for v in logits)
-        texts = [look.text(token) for top in (d.golden_top, d.run_top) for token, _ in top]
-        room = max(map(cell_len, texts), default=0)
-        gap = " " * (room + 2 if room else 0)
-        yield f"    {'top 5':<10}{'golden':>24}{gap}{'run':>24}".rstrip()
-        for rank in range(max(len(d.golden_top), len(d.run_top))):
-            sides = [_entry(top, rank, look, room) for top in (d.golden_top, d.run_top)]
-            yield f"    {rank + 1:<10}{''.join(sides)}".rstrip()
-
-
-def _entry(top: tuple[tuple[int, float], ...], rank: int, look: Look, room: int) -> str:
-    text = set_cell_size(look.text(top[rank][0]) if rank < len(top) else "", room)
-    entry = f"{top[rank][0]:>9}{top[rank][1]:>15.7g}" if rank < len(top) else f"{'-':>24}"
-    return f"{entry}  {text}" if room else entry
-
-
-def _passage(result: SequenceResult, step: int, look: Look) -> Iterator[str]:
-    """What both sides said around the step, as text."""
-    run = np.empty(0, np.int32) if result.run_tokens is None else result.run_tokens
-    for label, tokens in (("golden", result.golden_tokens), ("run", run)):
-        ids = tokens[max(0, step - 12) : step + 5].tolist()
-        texts = [look.text_of(token) or "" for token in ids]
-        here = min(step, 12)
-        before = look.shown("".join(texts[:here]), 400)
-        room = max(8, (look.width - _LABEL) // 2)
-        before = before if len(before) <= room else "..." + before[3 - room :]
-        yield f'    {label:<8}"{before}" | "{look.shown("".join(texts[here:]), room)}"'
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.7g}"
-
-
 def _findings(report: Report) -> Iterator[str | Text]:
     for finding in report.findings[:MAX_FINDINGS]:
         level = (f"{finding.level.value:<8}", _LEVELS[finding.level])
-        yield Text.assemble(level, safe(finding.message), (f" [{safe(finding.code)}]", "dim"))
+        hint = f" (hint: {finding.hint})" if finding.hint else ""
+        yield Text.assemble(level, safe(finding.message), (f" [{safe(finding.code)}]", "dim"), hint)
     if len(report.findings) > MAX_FINDINGS:
         yield f"{'':<8}and {len(report.findings) - MAX_FINDINGS} more findings (--format json lists all)"

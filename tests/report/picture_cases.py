@@ -1,6 +1,6 @@
 """Reports with all that a page can draw: curves, tensors, rounds. Numbers come from real judgements."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,26 +13,7 @@ from kdtr_cli.parity.judge import judge
 from kdtr_cli.parity.metrics import kl_divergence, ulp_distance
 from kdtr_cli.parity.results import Report
 from kdtr_cli.parity.tolerances import JudgeOptions
-
-
-@dataclass(frozen=True)
-class TensorResult:
-    name: str
-    layer: int | None
-    rows: int
-    rows_identical: int
-    rows_out: int
-    max_abs: float | None
-    nmse: float | None
-    first_row: int | None
-
-
-@dataclass(frozen=True)
-class TraceResult:
-    tensors: tuple[TensorResult, ...]
-    first: TensorResult | None
-    hint: str | None
-    message: str | None
+from kdtr_cli.parity.traces import TensorResult, TraceResult
 
 
 def curves_of(golden: np.ndarray, run: np.ndarray, n: int) -> RowCurves:
@@ -180,7 +161,4 @@ def traced():
     first = next(t for t in tensors if t.rows_out)
     message = f"{first.name} is the first tensor that parts: a permutation of the golden's (RoPE layout)"
     trace = TraceResult(tuple(tensors), first, "rope-layout", message)
-    made = [replace(s) for s in report.sequences]
-    for result in made:
-        object.__setattr__(result, "trace", trace)
-    return replace(report, sequences=tuple(made))
+    return replace(report, sequences=tuple(replace(s, trace=trace) for s in report.sequences))

@@ -4,7 +4,7 @@ from html import escape
 
 from kdtr_cli.errors import Exit
 from kdtr_cli.parity.results import Report, SequenceResult, Side
-from kdtr_cli.parity.verdicts import Verdict, first_word
+from kdtr_cli.parity.verdicts import Finding, Verdict, first_word
 from kdtr_cli.report.line import verdict_line
 from kdtr_cli.report.meaning import MEANS
 from kdtr_cli.report.rest import rest_of
@@ -111,6 +111,10 @@ def findings(report: Report) -> str:
     more = len(found) - MAX_FINDINGS
     rest = f'<p class="quiet">{more} more findings are not listed (--format json lists all).</p>' if more > 0 else ""
     return f'{title} <small>{len(found)}</small></h2><ul class="findings">{items}</ul>{rest}</section>'
+
+
+def _hint(finding: Finding) -> str:
+    return "" if finding.hint is None else f' <span class="tag">hint: {esc(finding.hint, 60)}</span>'
 
 
 def overview(report: Report, shown: list[SequenceResult]) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from kdtr_cli.parity.results import Report, RoundsResult, SequenceResult
 from kdtr_cli.parity.tally import LogitsResult
+from kdtr_cli.parity.traces import TraceResult
 from kdtr_cli.report.series import MAX_ENTRIES, Series, pooled, series_of
 from kdtr_cli.report.steps import marks
 from kdtr_cli.report.visible import visible
@@ -47,7 +48,7 @@ def _sequence(result: SequenceResult, teacher_forced: bool, nodes: int) -> dict[
         "golden": _packed(result.golden_tokens, "<i4") if per == 1 else None,
         "run": _packed(run, "<i4") if per == 1 else None,
         "prompt": _prompt(result.prompt_logits),
-        "trace": _trace(getattr(result, "trace", None)),
+        "trace": _trace(result.trace),
         "rounds": None if result.rounds is None else _rounds(result.rounds, nodes),
         "full": result.logits.form == "full",
     } | _curves(series)
@@ -80,7 +81,7 @@ def _prompt(result: LogitsResult | None) -> dict[str, object] | None:
     )
 
 
-def _trace(trace: object | None) -> list[dict[str, object]] | None:
+def _trace(trace: TraceResult | None) -> list[dict[str, object]] | None:
     if trace is None or not trace.tensors:
         return None
     return [
@@ -89,7 +90,7 @@ def _trace(trace: object | None) -> list[dict[str, object]] | None:
             "layer": t.layer,
             "error": None if t.max_abs is None else _number(t.max_abs),
             "state": "same" if t.rows_identical == t.rows else "out" if t.rows_out else "within",
-            "first": trace.first is not None and t.name == trace.first.name,
+            "first": t is trace.first,
         }
         for t in trace.tensors
     ]

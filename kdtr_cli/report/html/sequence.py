@@ -119,7 +119,7 @@ def _divergence(d: StepDetail, text_of: TextOf | None) -> str:
 
 
 def _trace(result: SequenceResult) -> str:
-    trace = getattr(result, "trace", None)
+    trace = result.trace
     if trace is None or not trace.tensors:
         return ""
     said = "" if trace.message is None else f"<p>{esc(trace.message)}</p>"
