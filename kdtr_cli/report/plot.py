@@ -15,7 +15,7 @@ from kdtr_cli.parity.drawn import drawn_sequences
 from kdtr_cli.parity.results import Report, SequenceResult
 from kdtr_cli.parity.traces import TraceResult
 from kdtr_cli.report.line import safe, verdict_line
-from kdtr_cli.report.series import Series, series_of
+from kdtr_cli.report.series import Series, pooled, series_of
 from kdtr_cli.report.steps import Mark, marks
 
 __all__ = ["check_plot", "report_png"]
@@ -67,7 +67,9 @@ def _title(report: Report, worst: SequenceResult | None) -> list[str]:
         name = safe(worst.id)
         of = "" if report.totals.sequences == 1 else f", the worst of {report.totals.sequences}"
         lines.append(f"sequence {worst.index} {name[:80]}{of}: {worst.verdict.value}")
-        lines.append("by step; dashed: the first divergence, grey: not compared, pale green: no difference")
+        lines.append(
+            "by step; dashed: the first divergence, grey: not compared, pale green: no difference, blue: not finite"
+        )
     return lines
 
 
@@ -79,7 +81,7 @@ def _panels(result: SequenceResult, teacher_forced: bool) -> list[tuple[float, A
     panels: list[tuple[float, Any]] = []
     if series is not None:
         total = max(len(state), series.rows)
-        at = _Steps(series, total, first)
+        at = _Steps(series, total, first, result.logits.form == "full")
         if series.blocks.shape[1]:
             panels.append((2.6, lambda ax: _heat(ax, at)))
         for title, values, colour in (
@@ -87,8 +89,10 @@ def _panels(result: SequenceResult, teacher_forced: bool) -> list[tuple[float, A
             ("KL(golden || run), nats", series.kl, _TIE),
             ("largest ULP distance", series.max_ulp, _RUN),
         ):
-            panels.append((1.3, lambda ax, t=title, v=values, c=colour: _curve(ax, at, t, [(None, v, c)])))
-        ties = np.flatnonzero((state[: series.rows : series.per] == Mark.TIE) | (series.golden_margin == 0))
+            if at.full or not np.isnan(values).all():
+                panels.append((1.3, lambda ax, t=title, v=values, c=colour: _curve(ax, at, t, [(None, v, c)])))
+        places = pooled(state, series.per, np.maximum)[: len(series.golden_margin)]
+        ties = np.flatnonzero((places == Mark.TIE) | (series.golden_margin == 0))
         both = [("golden", series.golden_margin, _GOLDEN), ("run", series.run_margin, _RUN)]
         panels.append((1.5, lambda ax: _curve(ax, at, "margin", both, ties)))
     trace = result.trace
@@ -98,10 +102,10 @@ def _panels(result: SequenceResult, teacher_forced: bool) -> list[tuple[float, A
 
 
 class _Steps:
-    """The axis of steps that all panels share."""
+    """The axis of steps that all panels share. `full`: every value is there, so that NaN is a value and no gap."""
 
-    def __init__(self, series: Series, total: int, first: int | None) -> None:
-        self.series, self.total, self.first = series, total, first
+    def __init__(self, series: Series, total: int, first: int | None, full: bool) -> None:
+        self.series, self.total, self.first, self.full = series, total, first, full
         self.middle = (np.arange(len(series.max_abs)) + 0.5) * series.per - 0.5
 
     def finish(self, ax: Any) -> None:
@@ -114,13 +118,16 @@ class _Steps:
 
 def _heat(ax: Any, at: _Steps) -> None:
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
+    from matplotlib.ticker import NullFormatter
 
     blocks = at.series.blocks.astype(np.float64).T
     positive = blocks[np.isfinite(blocks) & (blocks > 0)]
-    colours = LinearSegmentedColormap.from_list("kdtr", _HEAT).with_extremes(bad=_NAN, under=_ZERO)
-    low, high = (positive.min(), positive.max()) if positive.size else (1e-9, 1.0)
-    shown = np.where(np.isfinite(blocks), np.where(blocks > 0, blocks, low * 1e-6), np.nan)
-    norm = LogNorm(low, max(high, low * 1.0001))
+    colours = LinearSegmentedColormap.from_list("kdtr", _HEAT)
+    colours = colours.with_extremes(bad=_NAN if at.full else _GAP, under=_ZERO, over=_NAN)
+    high = positive.max() if positive.size else 1.0
+    low = min(positive.min(), high / 100) if positive.size else 1e-9
+    shown = np.where(blocks == 0, low * 1e-6, blocks)
+    norm = LogNorm(low, high)
     ids = blocks.shape[0] * at.series.block_size
     right = min(at.series.per * blocks.shape[1], at.series.rows) - 0.5
     # LogNorm would mask what is not above 0, and the worst must not be averaged away
@@ -142,6 +149,7 @@ def _heat(ax: Any, at: _Steps) -> None:
         place = ax.inset_axes([0.7, 1.03, 0.3, 0.04])  # above, so that the steps of all panels stay one below another
         ax.figure.colorbar(image, cax=place, orientation="horizontal")
         place.xaxis.set_ticks_position("top")
+        place.xaxis.set_minor_formatter(NullFormatter())
         place.tick_params(labelsize=7)
     at.finish(ax)
 
@@ -162,7 +170,7 @@ def _curve(
         finite = np.where(np.isfinite(values), values, np.nan)
         style = {"marker": "o", "ms": 2.5} if len(values) <= 80 else {}
         ax.plot(at.middle, finite, color=colour, lw=3 if i == 0 and len(curves) > 1 else 1.2, label=label, **style)
-        odd = np.flatnonzero(np.isinf(values))
+        odd = np.flatnonzero(~np.isfinite(values) if at.full and len(curves) == 1 else np.isinf(values))
         if len(odd):
             top = positive.max() if positive.size else 1.0
             ax.plot(at.middle[odd], np.full(len(odd), top), "v", color=_NAN, ms=5)

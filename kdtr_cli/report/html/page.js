@@ -96,7 +96,7 @@
       if (this.marks) this.strip(host);
       if (this.values) this.heat(host);
       if (this.measured) {
-        const errors = [[`Error by ${what}`, "max_abs", "err", 140], [`KL(golden ‖ run) by ${what}, nats`, "kl", "kl", 120], [`ULP distance by ${what}`, "max_ulp", "ulp", 120]];
+        const errors = [[`Error by ${what}`, "max_abs", "err", 150], [`KL(golden ‖ run) by ${what}, nats`, "kl", "kl", 130], [`ULP distance by ${what}`, "max_ulp", "ulp", 130]];
         const quiet = errors.filter(([, key]) => this.curves[key].every((v) => v === 0));
         for (const [title, key, cls, height] of errors.filter((e) => !quiet.includes(e))) this.chart(host, title, [[key, cls, title]], height);
         if (quiet.length) {
@@ -104,7 +104,7 @@
           host.append(el("p", { class: "flat" }, el("b", {}, `0 at every ${this.measured < this.places ? `compared ${what}` : what}: `), quiet.map(([, key]) => names[key]).join(", "), "."));
         }
         this.chart(host, `Margin by ${what}: largest minus second largest logit`,
-          [["golden_margin", "golden", "golden"], ["run_margin", "run", "run"]], 150);
+          [["golden_margin", "golden", "golden"], ["run_margin", "run", "run"]], 160);
       } else host.append(el("p", { class: "quiet" }, `No logits of any ${what} were measured: there are no curves to draw.`));
       this.table(host);
       this.tell();
@@ -116,12 +116,13 @@
       for (let p = 1; p < this.measured; p++) if (this.curves.max_abs[p] > this.curves.max_abs[best]) best = p;
       return best;
     }
+    // where all values are there NaN is the worst of them; in partial logits it says that nothing is known
+    worse(v, old) { return this.full ? !Number.isNaN(old) && (Number.isNaN(v) || v > old) : Number.isNaN(old) || v > old; }
     worst(place) { // the block with the largest error at a place
       let best = 0;
       if (place < this.measured)
         for (let b = 1; b < this.count; b++) {
-          const v = this.values[place * this.count + b], old = this.values[place * this.count + best];
-          if (!Number.isNaN(old) && (Number.isNaN(v) || v > old)) best = b;
+          if (this.worse(this.values[place * this.count + b], this.values[place * this.count + best])) best = b;
         }
       return best;
     }
@@ -233,10 +234,11 @@
       const flat = !scale.any && !nans && !scale.odd, height = flat ? 56 : rows >= 48 ? rows * 4 : rows >= 16 ? rows * 8 : Math.max(40, rows * 14);
       const range = scale.any ? `from ${show(scale.lo)} to ${show(scale.hi)}` : "0 everywhere";
       const keyed = [];
-      if (scale.any) keyed.push(["ramp", `${show(scale.lo)} to ${show(scale.hi)}, logarithmic`]);
+      if (scale.any) keyed.push(["ramp", `${show(Math.min(scale.lo, scale.hi / 100), 2)} to ${show(scale.hi, 2)}, logarithmic`]);
       if (scale.zero) keyed.push(["k-zero", "no difference"]);
-      if (nans || scale.odd) keyed.push(["k-nan", this.full ? "not finite" : "not known"]);
+      if ((nans && this.full) || scale.odd) keyed.push(["k-nan", "not finite"]);
       if (this.measured < this.places) keyed.push(["k-gap", "not compared"]);
+      if (nans && !this.full) keyed.push(["k-gap", "not known"]);
       const canvas = el("canvas"), cell = el("div", { class: "cell" });
       const holder = el("div", {
         class: "canvas", tabindex: "0", role: "application", "aria-roledescription": "heat map",
@@ -253,7 +255,7 @@
         const pen = canvas.getContext("2d");
         pen.scale(ratio, ratio);
         const stops = ["--h0", "--h1", "--h2", "--h3", "--h4", "--h5"].map((n) => hex(colour(n)));
-        const zero = colour("--zero"), nan = colour("--nan"), shades = Array.from({ length: 256 }, (_, i) => mix(stops, i / 255));
+        const zero = colour("--zero"), gone = colour("--gap"), odd = colour("--nan"), nan = this.full ? odd : gone, shades = Array.from({ length: 256 }, (_, i) => mix(stops, i / 255));
         const inner = w - GUTTER - RIGHT, one = inner / this.places, cellHeight = height / rows;
         pen.fillStyle = colour("--gap");
         pen.fillRect(GUTTER, top, inner, height);
@@ -267,10 +269,9 @@
             let v = this.values[from * rows + b];
             for (let p = from + 1; p < to && p < this.measured; p++) {
               const other = this.values[p * rows + b];
-              if (Number.isNaN(other) || other > v) v = other;
-              if (Number.isNaN(v)) break;
+              if (this.worse(other, v)) v = other;
             }
-            pen.fillStyle = v === 0 ? zero : !Number.isFinite(v) ? nan : shades[Math.min(255, Math.round(255 * Math.max(0.04, span(scale, v))))];
+            pen.fillStyle = v === 0 ? zero : Number.isNaN(v) ? nan : v === Infinity ? odd : shades[Math.min(255, Math.round(255 * Math.max(0.04, span(scale, v))))];
             const gap = one > 6 ? 1 : 0;
             pen.fillRect(x, top + b * cellHeight, width - gap + (gap ? 0 : 0.6), cellHeight - (cellHeight > 6 ? 1 : 0) + (cellHeight > 6 ? 0 : 0.4));
           }
@@ -319,7 +320,7 @@
       host.append(figure);
       const scale = scaleOf(known.map(([key]) => this.curves[key]));
       const draw = () => {
-        const w = this.width(holder), base = height - 22, top = 12, floor = base - 17;
+        const w = this.width(holder), base = height - 22, top = 24, floor = base - 17;
         const said = scale.any ? `${show(scale.lo)} to ${show(scale.hi)}` : "0 everywhere";
         const svg = sv("svg", { viewBox: `0 0 ${w} ${height}`, role: "img", "aria-label": `${title}: ${said}. The table below has every value.` });
         const y = (v) => (v === 0 ? base : !Number.isFinite(v) ? top - 6 : floor - (floor - top) * scale.at(v));
@@ -411,7 +412,8 @@
       return el("div", {}, el("p", { class: "quiet" }, title), tableOf(title, [this.what, "block", "largest |run − golden|"], body));
     }
   }
-  const span = (scale, v) => (scale.hi === scale.lo ? 1 : (Math.log(v) - Math.log(scale.lo)) / (Math.log(scale.hi) - Math.log(scale.lo)));
+  // two decades at least, so that errors of about one size have about one colour
+  const span = (scale, v) => { const lo = Math.min(scale.lo, scale.hi / 100); return (Math.log(v) - Math.log(lo)) / (Math.log(scale.hi) - Math.log(lo)); };
   const hex = (c) => [1, 3, 5].map((i) => parseInt(c.slice(i, i + 2), 16));
   function mix(stops, share) {
     const at = share * (stops.length - 1), i = Math.min(stops.length - 2, Math.floor(at)), f = at - i;

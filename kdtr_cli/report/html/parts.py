@@ -85,6 +85,8 @@ def header(report: Report) -> str:
         where = f"step {t.first_divergence[1]} <small>of sequence {t.first_divergence[0]}</small>"
         facts.append(("First divergence", where + margin))
     listed = "".join(f"<div><dt>{label}</dt><dd>{value}</dd></div>" for label, value in facts)
+    word = first_word(report.exit_code)
+    badge = "" if word == report.verdict.value else f'<span class="word">{word}</span> '
     why = MEANS[report.verdict] if report.reason is None else esc(report.reason)
     return (
         f'<header class="{tone}"><div class="top"><p class="brand">kdtr diff</p>'
@@ -92,7 +94,7 @@ def header(report: Report) -> str:
         '<button type="button" data-theme-to="auto" aria-pressed="true">Auto</button>'
         '<button type="button" data-theme-to="light" aria-pressed="false">Light</button>'
         '<button type="button" data-theme-to="dark" aria-pressed="false">Dark</button></div></div>'
-        f'<h1><span class="word">{first_word(report.exit_code)}</span> {report.verdict.value.replace("_", " ")}</h1>'
+        f"<h1>{badge}{report.verdict.value.replace('_', ' ')}</h1>"
         f'<p class="why">{why}</p><p class="sides">{" · ".join(sides)}</p>'
         f'<dl class="facts">{listed}</dl><p class="line"><code>{esc(verdict_line(report))}</code></p></header>'
     )
