@@ -137,6 +137,7 @@ class TestDocument:
         report = pictures.odd()
         made = page(report, lambda token: "</script><script>alert(1)</script>&lt;\u2028\u202e")
         assert len(made.whole["script"]) == 2
+        assert not set("<>&") & set(made.whole["script"][0])
         assert set(made.data["texts"].values()) == {visible("</script><script>alert(1)</script>&lt;", 24)}
 
     def test_its_policy_allows_its_own_style_and_script_alone(self):

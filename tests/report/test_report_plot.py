@@ -66,7 +66,7 @@ def test_the_same_report_is_the_same_picture():
 @needs_matplotlib
 def test_names_are_no_formulas():
     golden, run = pictures.pair()
-    golden.one.id = run.one.id = "$\\frac{"
+    golden.one.id = run.one.id = "$\\frac{$"
     report_png(pictures.drawn(golden, run))
 
 
