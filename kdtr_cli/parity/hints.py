@@ -16,7 +16,7 @@ from kdtr_cli.parity.rotary import describe_rotation, is_permutation
 from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.traces import Masks, TraceResult
 
-__all__ = ["HINTS", "diagnose", "diagnose_logits", "round_hint"]
+__all__ = ["HINTS", "ROUND_HINTS", "diagnose", "diagnose_logits", "round_hint"]
 
 #: Every code that a finding or a trace may carry, and what it means.
 HINTS: Mapping[str, str] = {
@@ -250,7 +250,10 @@ def _experts(case: _Case, name: str, golden: Mapping[str, Tensor]) -> tuple[str,
     rows = {int(e): (ids == e).any(axis=1) & case.clean for e in np.unique(ids)}
     guilty = {e: served for e, served in rows.items() if served.any() and case.bad[served].all()}
     fits = [(e,) for e, served in guilty.items() if (served == case.bad).all()]
-    if not fits:
+    count = int(case.bad.sum())
+    if count == 1 and len(fits) > 1:
+        return None  # one row that is off for any reason has experts that serve no other
+    if not fits and count > 2:
         each = sorted(guilty)
         pairs = ((a, b) for i, a in enumerate(each) for b in each[i + 1 :])
         fits = [pair for pair in pairs if ((guilty[pair[0]] | guilty[pair[1]]) == case.bad).all()]
@@ -321,6 +324,9 @@ def diagnose_logits(golden: Logits | None, run: Logits | None, result: LogitsRes
         return "prefill-decode"
     return None
 
+
+#: What rounds can say.
+ROUND_HINTS = frozenset({"tree", "cache", "drafter"})
 
 _ROUND_PARTS = {"marginals": "drafter", "cache": "cache", "final_cache": "cache"}
 

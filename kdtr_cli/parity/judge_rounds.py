@@ -93,7 +93,8 @@ def _read(sequence: EvidenceSequence, side: str, findings: SequenceFindings, ter
     rounds = sequence.rounds()
     text = next((p.text for p in rounds.problems if p.malformed), None) or fault(rounds.arrays)
     if text is not None:
-        findings.add("rounds.malformed", f"the {side}'s rounds are malformed: {text}", Verdict.INVALID)
+        hint = "tree" if side == "run" else None
+        findings.add("rounds.malformed", f"the {side}'s rounds are malformed: {text}", Verdict.INVALID, hint=hint)
         return None
     last = judged_rounds(rounds.arrays, len(sequence.prompt), terms.steps)
     for problem in rounds.problems:

@@ -135,7 +135,8 @@ def _rule(tolerance: Tolerance) -> str:
 
 
 def _tensor_rule(rule: TensorRule) -> str:
-    bounds = [f"{n} {getattr(rule, n):g}" for n in ("atol", "rtol", "max_ulp") if getattr(rule, n) is not None]
+    bounds = [f"{n} {getattr(rule, n):g}" for n in ("atol", "rtol") if getattr(rule, n) is not None]
+    bounds += [f"max_ulp {rule.max_ulp}"] if rule.max_ulp is not None else []
     return f"{safe(rule.tensor)}: {', '.join(bounds)} ({safe(rule.origin)})"
 
 
