@@ -11,7 +11,7 @@ MAX_BLOCKS = 64
 MAX_ENTRIES = 65_536
 
 #: Blocks are no shorter than this where the vocabulary is small: a reduction of fewer values is mostly overhead.
-_MIN_BLOCK = 16
+_MIN_BLOCK = 32
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kdtr_cli.errors import Exit
+from kdtr_cli.parity.distribution import Distribution
+from kdtr_cli.parity.ranks import TOP_KS
 from kdtr_cli.parity.rounds import RoundDifference
-from kdtr_cli.parity.tally import LogitsResult
+from kdtr_cli.parity.tally import LogitsResult, TopAgreement
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
 from kdtr_cli.parity.traces import TraceResult
 from kdtr_cli.parity.verdicts import Finding, Verdict
@@ -109,7 +111,9 @@ class Totals:
     place in the golden, step), as is `first_logit_failure`, the first logit row out of tolerance;
     `first_round_difference` is (the sequence's place, round). Of `rounds_judged` rounds that were to be compared
     `rounds_equal` are, each sequence counted up to its first difference. `first_tensor` is (the sequence's place,
-    position, name) of the first tensor that parts in the first sequence where traces do.
+    position, name) of the first tensor that parts in the first sequence where traces do. Mean and percentile of
+    the KL, the agreement of the largest ids and the smallest margins are over all rows, those of prompt logits too; no
+    verdict looks at them.
     """
 
     tokens_equal: int = 0
@@ -140,6 +144,13 @@ class Totals:
     first_round_difference: tuple[int, int] | None = None
     verdicts: dict[str, int] = field(default_factory=dict)
     first_tensor: tuple[int, int, str] | None = None
+    mean_kl: float | None = None
+    p99_kl: float | None = None
+    top: tuple[TopAgreement, ...] = tuple(TopAgreement(k) for k in TOP_KS)
+    min_golden_margin: float | None = None
+    min_run_margin: float | None = None
+    rows_shifted: int = 0
+    kl: Distribution | None = field(default=None, repr=False, compare=False, metadata={"json": False})
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from kdtr_cli.parity.judge_rounds import RoundTerms, judge_rounds
 from kdtr_cli.parity.judge_traces import judge_traces
 from kdtr_cli.parity.logits import compare_logits, missing_logits
 from kdtr_cli.parity.results import SequenceResult, StepDetail
-from kdtr_cli.parity.tally import LogitsResult, Place
+from kdtr_cli.parity.rows import Place
+from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance, tolerance_for
 from kdtr_cli.parity.verdicts import Level, Verdict, combine
 
@@ -74,7 +75,7 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
         equal = common - len(parted) if terms.teacher_forced else first
         comparable = common if terms.teacher_forced else min(first + 1, common)
         if g_logits is not None and r_logits is not None:
-            logits = compare_logits(g_logits, r_logits, comparable, len(g), terms.tolerance)
+            logits = compare_logits(g_logits, r_logits, comparable, len(g), terms.tolerance, terms.options.threads)
         prompt_logits = _compare_prompt(golden, run, terms)
         whole = _whole(g, golden) and _whole(r, run) and len(g) == len(r)
         if len(parted) or len(g) != len(r):
@@ -138,7 +139,11 @@ def _compare_prompt(golden: EvidenceSequence, run: EvidenceSequence, terms: Term
     if g is None:
         return None
     n = len(golden.prompt)
-    return missing_logits(n) if r is None else compare_logits(g, r, n, n, terms.of("prompt_logits")[0])
+    return (
+        missing_logits(n)
+        if r is None
+        else compare_logits(g, r, n, n, terms.of("prompt_logits")[0], terms.options.threads)
+    )
 
 
 def _detail(
@@ -242,6 +247,11 @@ def _judge_logits(
     elif result.rows_other_bits and tolerance.is_zero:
         message = f"{result.rows_other_bits} rows of {name} have other bits by their digests, and the tolerance is 0"
         findings.add(f"{what}.other_bits", message, Verdict.DIVERGED)
+    if result.rows_shifted:
+        message = (
+            f"{result.rows_shifted} of {result.rows_compared} rows of {name} are the golden's moved by one constant"
+        )
+        findings.add(f"{what}.shift", f"{message}, up to {result.shift:.6g}", None, hint="shift")
     if combine([Verdict.IDENTICAL, *findings.verdicts]) in (Verdict.DIVERGED, Verdict.INVALID):
         return
     if not result.all_bits:

@@ -157,9 +157,10 @@ def _sequence(result: SequenceResult, teacher_forced: bool, look: Look) -> Itera
         yield from _tokens(result.golden_tokens, np.empty(0, np.int32), False, look.width)
         return
     yield f"{counts}, run {_length(result.run_length, result.run_finish)}; {result.tokens_equal} equal"
-    yield f"  logits {_logits(result.logits)}"
-    if result.prompt_logits is not None:
-        yield f"  prompt logits {_logits(result.prompt_logits)}"
+    for name, part in (("logits", result.logits), ("prompt logits", result.prompt_logits)):
+        if part is not None:
+            yield f"  {name} {_logits(part)}"
+            yield from _summaries(part)
     if result.rounds is not None:
         yield f"  rounds {_rounds(result.rounds)}"
     yield from strip(result, teacher_forced, look.width, look.unicode)
@@ -191,6 +192,29 @@ def _logits(r: LogitsResult) -> str:
     if r.rows_out:
         text += f"; {r.values_out} values in {r.rows_out} rows out of tolerance"
     return text
+
+
+def _summaries(r: LogitsResult) -> Iterator[str]:
+    """What no bound looks at."""
+    parts = []
+    if r.mean_kl is not None:
+        parts.append(f"KL mean {r.mean_kl:.3e} p99 {r.p99_kl:.3e}")
+    if r.top and r.top[0].rows:
+        parts.append(f"argmax equal in {r.top[0].equal} of {r.top[0].rows} rows")
+        parts += [f"top {t.k} {_percent(t.shared, t.ids)} equal" for t in r.top[1:] if t.rows]
+    if r.min_golden_margin is not None:
+        parts.append(f"smallest margin {r.min_golden_margin:.3e} at row {r.min_golden_margin_row}")
+        if r.min_run_margin is not None:
+            parts[-1] += f", the run's {r.min_run_margin:.3e} at row {r.min_run_margin_row}"
+    if r.nmse is not None:
+        parts.append(f"NMSE {r.nmse:.3e}" + ("" if r.cosine is None else f", cosine {r.cosine:.9g}"))
+    if parts:
+        yield f"    {'; '.join(parts)}"
+
+
+def _percent(part: int, whole: int) -> str:
+    """Rounded down, so that 100 % is all of them."""
+    return f"{part * 1000 // whole / 10:g} %"
 
 
 def _rounds(r: RoundsResult) -> str:

@@ -5,6 +5,7 @@ import re
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -52,10 +53,15 @@ def judge_bundles(golden: str | Path, run: str | Path, options: JudgeOptions) ->
         with ExitStack() as stack:
             for path in (golden, run):
                 sides.append(bundle_evidence(stack.enter_context(_open(path))))
-            return judge(sides[0], sides[1], options)
+            return judge(sides[0], sides[1], replace(options, threads=_threads()))
     except _BrokenBundle as error:
         finding = Finding(Level.ERROR, "bundle", str(error), Verdict.INVALID)
         return invalid([finding], options, *sides)
+
+
+def _threads() -> int:
+    """As many as there are cores for this process; past 16 the two digests, each a chain, take the whole time."""
+    return min(16, len(os.sched_getaffinity(0)))
 
 
 def bundle_evidence(bundle: Bundle) -> Evidence:
@@ -142,6 +148,7 @@ def _logits(sequence: BundleSequence, base: str, names: set[str], dtype: np.dtyp
         k=shape[1] if richest == top else 0,
         row_sha256=rows(digests),
         dataset_sha256=partial(_verified_digest, sequence, base) if base in names else None,
+        scan=partial(_Scan, sequence, base) if base in names else None,
     )
 
 
@@ -155,6 +162,23 @@ def _rows(sequence: BundleSequence, path: str, lo: int, hi: int) -> np.ndarray:
 
 def _verified_digest(sequence: BundleSequence, path: str) -> str:
     return _reading(lambda: sequence.verified_sha256(path))
+
+
+class _Scan:
+    """A scan of a bundle's array, for `Logits.scan`."""
+
+    def __init__(self, sequence: BundleSequence, path: str) -> None:
+        self._scan = _reading(lambda: sequence.scan(path))
+        self.sha256 = self._scan.sha256
+
+    def rows(self, lo: int, hi: int, memory: np.ndarray | None = None) -> np.ndarray:
+        return _reading(lambda: self._scan.rows(lo, hi, memory))
+
+    def feed(self, rows: np.ndarray) -> None:
+        self._scan.feed(rows)
+
+    def finish(self) -> None:
+        _reading(self._scan.finish)
 
 
 def check_report_target(path: Path, force: bool, bundles: tuple[Path, ...] = (), option: str = "--output-file") -> None:

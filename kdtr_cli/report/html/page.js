@@ -105,7 +105,7 @@
         }
         this.chart(host, `Margin by ${what}: largest minus second largest logit`,
           [["golden_margin", "golden", "golden"], ["run_margin", "run", "run"]], 160);
-      } else host.append(el("p", { class: "quiet" }, `No logits of any ${what} were measured: there are no curves to draw.`));
+      } else host.append(el("p", { class: "quiet" }, source.left_out ? "The curves of this sequence are left out: those of worse ones fill this file." : `No logits of any ${what} were measured: there are no curves to draw.`));
       this.table(host);
       this.tell();
     }

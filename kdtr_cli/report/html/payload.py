@@ -51,6 +51,7 @@ def _sequence(result: SequenceResult, teacher_forced: bool, nodes: int) -> dict[
         "trace": _trace(result.trace),
         "rounds": None if result.rounds is None else _rounds(result.rounds, nodes),
         "full": result.logits.form == "full",
+        "left_out": result.logits.curves is None and result.logits.rows_compared > 0,
     } | _curves(series)
 
 
