@@ -3,33 +3,44 @@
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import click
+from rich.text import Text
 
-from kdtr_cli.cli.console import notes, progress
+from kdtr_cli.cli.console import notes, progress, results
 from kdtr_cli.cli.settings import origin
+from kdtr_cli.cli.tensor_rule import TensorRuleType
 from kdtr_cli.parity.results import Report
-from kdtr_cli.parity.tolerances import JudgeOptions
+from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.parity.verdicts import ON_TIE
+from kdtr_cli.report.divergence import Look
 from kdtr_cli.report.github import report_github
+from kdtr_cli.report.html.page import report_html
 from kdtr_cli.report.json import report_json
 from kdtr_cli.report.junit import report_junit
 from kdtr_cli.report.line import verdict_line
-from kdtr_cli.report.text import report_text
+from kdtr_cli.report.plot import check_plot, report_png
+from kdtr_cli.report.text import report_parts, report_text
 from kdtr_cli.workflows.diff import check_report_target, write_report
 from kdtr_cli.workflows.diff import diff as judge_bundles
 from kdtr_cli.workflows.step_summary import append_step_summary
 from kdtr_cli.workflows.sweep_diff import diff_sweeps
+from kdtr_cli.workflows.token_text import token_texts
 
 __all__ = ["diff"]
+
+#: Text of a token id, None where it is not known.
+TextOf = Callable[[int], str | None]
 
 #: Columns of a report that goes to no terminal.
 _WIDTH = 100
 
 #: What `--format` may say.
-FORMATS = ("text", "json", "junit", "github")
+FORMATS = ("text", "json", "junit", "github", "html")
 
 #: The options whose origin the report names.
 _RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow_loose", "steps", "select")
@@ -42,6 +53,13 @@ _RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow
 @click.option("--rtol", type=float, help="The same, as a share of |golden|.  [default: 0 for tier exact]")
 @click.option("--max-ulp", type=click.IntRange(min=0), help="Largest distance in units of the run's storage type.")
 @click.option("--max-kl", type=float, help="Largest KL(golden || run) of a step, in nats, over the full vocabulary.")
+@click.option(
+    "--rule",
+    type=TensorRuleType(),
+    multiple=True,
+    metavar="PATTERN:BOUNDS",
+    help='Bounds of tensors by name, such as "*.router_logits:atol=1e-4,rtol=0"; the first that matches holds.',
+)
 @click.option("--on-tie", type=click.Choice(ON_TIE), default="fail", show_default=True, help="What TIE_BREAK means.")
 @click.option("--allow-partial", is_flag=True, help="Judge by partial logits (top K, or none).")
 @click.option("--allow-loose", is_flag=True, help="Judge by a tolerance that zeros or shuffled logits would pass too.")
@@ -53,7 +71,19 @@ _RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow
     type=click.Path(path_type=Path),
     help="Write the report to this file, the verdict line alone to standard output.",
 )
-@click.option("--force", is_flag=True, help="Overwrite the output file.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE.png",
+    help="Draw the curves of the worst sequence as PNG too (needs kdtr[plot]).",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Show tokens as text too, by the tokenizer of this folder (text and html).",
+)
+@click.option("--force", is_flag=True, help="Overwrite the output files.")
 @click.pass_context
 def diff(
     ctx: click.Context,
@@ -63,6 +93,7 @@ def diff(
     rtol: float | None,
     max_ulp: int | None,
     max_kl: float | None,
+    rule: tuple[TensorRule, ...],
     on_tie: str,
     allow_partial: bool,
     allow_loose: bool,
@@ -70,6 +101,8 @@ def diff(
     select: str | None,
     form: str,
     output_file: Path | None,
+    plot: Path | None,
+    tokenizer: Path | None,
     force: bool,
 ) -> None:
     """Judge a run against its golden.
@@ -90,20 +123,30 @@ def diff(
         steps=steps,
         select=None if select is None else tuple(name for part in select.split(",") if (name := part.strip())),
         origins={name: f"--{name.replace('_', '-')}, {origin(ctx, name)}" for name in _RULES},
+        keep_rounds=form == "html",
+        rules=tuple(replace(one, origin=f"--rule, {origin(ctx, 'rule')}") for one in rule),
     )
     if output_file is not None:
         check_report_target(output_file, force, (golden, run))
+    if plot is not None:
+        check_report_target(plot, force, (golden, run), "--plot")
+        check_plot(plot, output_file)
+    text_of = None if tokenizer is None else token_texts(tokenizer)
     report = _judge(golden, run, options)
-    text = _render(report, form, output_file)
+    text = _render(report, form, output_file, text_of)
+    picture = None if plot is None else report_png(report)
     if output_file is not None:
         write_report(output_file, text)
         text = verdict_line(report) + "\n"
+    if plot is not None and picture is not None:
+        write_report(plot, picture)
     if form == "github" and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
         note = append_step_summary(summary, report)
         if note is not None:
             with suppress(OSError):  # a standard error that is full changes no verdict either
                 notes().print(f"note: {note}")
-    click.echo(text, nl=False)  # it flushes; `main` makes exit 3 of a standard output that can't take it
+    # the page is UTF-8, whatever the terminal takes; echo flushes, and `main` makes exit 3 of an output that is full
+    click.echo(text.encode() if form == "html" else text, nl=False)
     ctx.exit(int(report.exit_code))
 
 
@@ -117,7 +160,8 @@ def _judge(golden: Path, run: Path, options: JudgeOptions) -> Report:
         )
 
 
-def _render(report: Report, form: str, output_file: Path | None) -> str:
+def _render(report: Report, form: str, output_file: Path | None, text_of: TextOf | None) -> str:
+    """The report, or what of it is still to be written: of a text for a terminal the last line."""
     match form:
         case "json":
             return report_json(report)
@@ -125,7 +169,16 @@ def _render(report: Report, form: str, output_file: Path | None) -> str:
             return report_junit(report)
         case "github":
             return report_github(report)
-    return report_text(report, _width(output_file))
+        case "html":
+            return report_html(report, text_of)
+    out = results()
+    if output_file is not None or not out.is_terminal or out.is_dumb_terminal:
+        return report_text(report, _width(output_file), text_of)
+    unicode = out.encoding.replace("-", "").lower() == "utf8"
+    for part in report_parts(report, Look(_width(output_file), unicode, text_of)):
+        # lines are wrapped where that makes sense; a terminal wraps the others better than at blanks
+        out.print(part, soft_wrap=isinstance(part, str | Text))
+    return verdict_line(report) + "\n"
 
 
 def _width(output_file: Path | None) -> int:

@@ -6,7 +6,8 @@ first to be left out of the list; totals and verdict count them all.
 
 from dataclasses import replace
 
-from kdtr_cli.parity.results import Report, SequenceResult, Totals, within_curve_budget
+from kdtr_cli.parity.drawn import lightened
+from kdtr_cli.parity.results import Report, SequenceResult, Totals
 from kdtr_cli.parity.totals import add_totals, logits_forms, poorest
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict, combine, exit_code, ordered
 
@@ -56,7 +57,7 @@ class Combined:
         self._totals = add_totals(self._totals, report.totals, first, begun)
         for known, new in zip(self._forms, logits_forms(results), strict=True):
             known |= new
-        self._sequences = within_curve_budget(_heaviest(self._sequences + results))
+        self._sequences = lightened(_heaviest(self._sequences + results))
         if self._first is None:
             self._first = report
             return

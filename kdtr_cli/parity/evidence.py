@@ -23,10 +23,12 @@ __all__ = [
     "Evidence",
     "EvidenceSequence",
     "Logits",
+    "ModelFacts",
     "RoundProblem",
     "Rounds",
     "Rows",
     "Scan",
+    "Tensor",
     "logits_of",
     "sha256_rows",
 ]
@@ -80,6 +82,27 @@ class Logits:
 
 
 @dataclass(frozen=True)
+class Tensor:
+    """One tensor of a trace: rows [n_rows, width] of a float dtype, or int32. `digest`: the *verified* one of all rows,
+    where it is known."""
+
+    n_rows: int
+    width: int
+    dtype: np.dtype
+    rows: Rows
+    digest: Callable[[], str] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """What a diagnosis may know of the model. `constants`: numbers of its config by name ("routed_scaling_factor").
+    `rotary`: radians a position of each rotary pair, float64 [rope / 2], of which pair i is (i, i + rope / 2)."""
+
+    constants: Mapping[str, float]
+    rotary: np.ndarray
+
+
+@dataclass(frozen=True)
 class RoundProblem:
     """A broken invariant of a sequence's rounds: `text` names it, what and where ("round 3: no cycle: node 5 is its own
     ancestor"). `malformed`: these are no rounds at all, whoever recorded them; else they are rounds that do not follow
@@ -106,7 +129,8 @@ class EvidenceSequence:
     `logits` and `prompt_logits` map the arithmetic (golden: "exact", "float64"; run: "engine") to its logits: T rows,
     row t the logits that token t was chosen from; P rows, row p the logits after the prompt's ids 0..p.
     `ties` are the steps where the golden recorded that its float64 argmax is another token than its own. `rounds` reads
-    what was recorded of the rounds; None: nothing was.
+    what was recorded of the rounds; None: nothing was. `trace` has its tensors by name, in order of execution; row p is
+    of the token that was fed at position p.
     """
 
     id: str
@@ -118,6 +142,7 @@ class EvidenceSequence:
     prompt_logits: Mapping[str, Logits] = field(default_factory=dict)
     ties: tuple[int, ...] = ()
     rounds: Callable[[], Rounds] | None = None
+    trace: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,7 +150,7 @@ class Evidence:
     """All that one side brings. `kind` is "golden" or "run", `manifest` the bundle's (docs/bundle.md), `name` what to
     call it in a report, `manifest_sha256` the digest that a run records of the golden it was made from, `vocab_size`
     the model's, where the config says; `drafts_kept` how many candidates a depth a golden keeps for a replay, where it
-    keeps any."""
+    keeps any; `facts` of the model, for a diagnosis."""
 
     kind: str
     manifest: Mapping[str, object]
@@ -134,6 +159,7 @@ class Evidence:
     manifest_sha256: str | None = None
     vocab_size: int | None = None
     drafts_kept: int | None = None
+    facts: ModelFacts | None = None
 
 
 def sha256_rows(rows: np.ndarray) -> np.ndarray:

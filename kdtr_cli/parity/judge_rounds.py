@@ -6,26 +6,33 @@ can't be judged either; a run's that are rounds but break a rule are what its en
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from kdtr_cli.parity.evidence import EvidenceSequence, Rounds
 from kdtr_cli.parity.findings import SequenceFindings
+from kdtr_cli.parity.hints import round_hint
 from kdtr_cli.parity.results import RoundsResult
 from kdtr_cli.parity.rounds import RoundDifference, RoundsComparison, compare_rounds, fault, judged_rounds, tau
 from kdtr_cli.parity.verdicts import Verdict
 
-__all__ = ["RoundTerms", "judge_rounds"]
+__all__ = ["DRAWN", "RoundTerms", "judge_rounds"]
+
+#: The arrays of rounds that are kept for a drawing, without their folder.
+DRAWN = ("start", "root", "bonus", "n_nodes", "n_accepted", "tokens", "parents", "scores", "accepted")
 
 
 @dataclass(frozen=True)
 class RoundTerms:
     """`compared`: both sides drafted alike. `strict`: every bit decides. `steps`: how many output steps are judged,
     None: all. `parted`: the first of them where the tokens differ. `whole`: as many tokens on both sides, all
-    judged."""
+    judged. `keep`: keep the rounds in the result."""
 
     compared: bool
     strict: bool
     steps: int | None
     parted: int | None
     whole: bool
+    keep: bool = False
 
 
 def judge_rounds(
@@ -67,7 +74,16 @@ def judge_rounds(
         first_difference=None if comparison is None else comparison.difference,
         first_open=None if comparison is None else comparison.open,
         all_bits=comparison is not None and comparison.all_bits,
+        golden_arrays=_kept(g, terms),
+        run_arrays=_kept(r, terms),
     )
+
+
+def _kept(rounds: Rounds | None, terms: RoundTerms) -> dict[str, np.ndarray] | None:
+    """What a drawing shows: marginals and digests, the bulk of the bytes, are left out."""
+    if rounds is None or not terms.keep:
+        return None
+    return {name: rounds.arrays[f"rounds/{name}"] for name in DRAWN}
 
 
 def _read(sequence: EvidenceSequence, side: str, findings: SequenceFindings, terms: RoundTerms) -> Rounds | None:
@@ -77,7 +93,8 @@ def _read(sequence: EvidenceSequence, side: str, findings: SequenceFindings, ter
     rounds = sequence.rounds()
     text = next((p.text for p in rounds.problems if p.malformed), None) or fault(rounds.arrays)
     if text is not None:
-        findings.add("rounds.malformed", f"the {side}'s rounds are malformed: {text}", Verdict.INVALID)
+        hint = "tree" if side == "run" else None
+        findings.add("rounds.malformed", f"the {side}'s rounds are malformed: {text}", Verdict.INVALID, hint=hint)
         return None
     last = judged_rounds(rounds.arrays, len(sequence.prompt), terms.steps)
     for problem in rounds.problems:
@@ -87,7 +104,8 @@ def _read(sequence: EvidenceSequence, side: str, findings: SequenceFindings, ter
             verdict = Verdict.DIVERGED
         else:
             continue  # beyond --steps
-        findings.add("rounds.invariant", f"the {side}'s rounds break a rule: {problem.text}", verdict)
+        hint = None if side == "golden" else "tree"
+        findings.add("rounds.invariant", f"the {side}'s rounds break a rule: {problem.text}", verdict, hint=hint)
         break  # what follows only repeats it
     return rounds
 
@@ -100,7 +118,8 @@ def _add(findings: SequenceFindings, comparison: RoundsComparison, prompt_length
     if (found := comparison.difference) is not None:
         because = "; it follows from the tokens, which part there or before" if found.follows else ""
         verdict = None if found.follows else Verdict.DIVERGED
-        findings.add(f"rounds.{found.part}", found.where + because, verdict, **_place(found, prompt_length))
+        hint = None if found.follows else round_hint(found.part)
+        findings.add(f"rounds.{found.part}", found.where + because, verdict, **_place(found, prompt_length), hint=hint)
     if (found := comparison.open) is not None:
         many = f" (so in {comparison.open_rounds} rounds; with a tolerance this decides nothing)"
         findings.add(f"rounds.{found.part}", found.where + many, None, **_place(found, prompt_length))

@@ -14,7 +14,7 @@ import numpy as np
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict
 
-__all__ = ["Drafting", "check_kinds", "compare_drafting", "compare_manifests", "compare_prompts"]
+__all__ = ["Drafting", "check_kinds", "compare_drafting", "compare_manifests", "compare_prompts", "provenance_of"]
 
 _MISSING = object()
 
@@ -48,6 +48,20 @@ def check_kinds(golden: Evidence, run: Evidence) -> Finding | None:
     else:
         message = f"a golden and a run are needed, not a {golden.kind} and a {run.kind}"
     return Finding(Level.ERROR, "kinds", message, Verdict.INVALID, golden=golden.kind, run=run.kind)
+
+
+def provenance_of(evidence: Evidence) -> tuple[tuple[str, str], ...]:
+    """What a manifest says of who made this evidence, of what and how: (path, value) pairs, a value that is not there
+    left out. Whatever the manifest holds, strings come out."""
+    pairs = []
+    for path in ("producer.name", "producer.version", *(path for path, _, _ in _FIELDS)):
+        pairs.append((path, _look_up(evidence.manifest, path)))
+    for group in ("choices", "drafting", "run"):
+        held = evidence.manifest.get(group)
+        if isinstance(held, Mapping):
+            pairs += [(f"{group}.{key}", value) for key, value in held.items()]
+    pairs.append(("manifest_sha256", evidence.manifest_sha256))
+    return tuple((path, str(value)) for path, value in pairs if value is not _MISSING and value is not None)
 
 
 def compare_manifests(golden: Evidence, run: Evidence) -> list[Finding]:
@@ -187,7 +201,8 @@ def _compare(path: str, what: str, g: object, r: object) -> list[Finding]:
     else:
         message = f"other {what}: golden {_short(g)}, run {_short(r)} ({path})"
     g, r = (None if v is _MISSING else v for v in (g, r))
-    return [Finding(Level.ERROR, f"provenance.{path}", message, Verdict.INVALID, golden=g, run=r)]
+    hint = "weights" if path == "model.weights_used_sha256" and None not in (g, r) else None
+    return [Finding(Level.ERROR, f"provenance.{path}", message, Verdict.INVALID, golden=g, run=r, hint=hint)]
 
 
 def _compare_choices(golden: Evidence, run: Evidence) -> list[Finding]:
@@ -213,7 +228,7 @@ def _explain_weights(golden: Evidence, run: Evidence, so_far: list[Finding]) -> 
         message = f"stored bytes of {len(other)} of {len({*g, *r})} weight tensors differ: {names}"
     else:
         message = f"stored bytes of {len(other)} weight tensors differ though the weights as used do not: {names}"
-    return [Finding(Level.NOTE, "weights.stored", message)]
+    return [Finding(Level.NOTE, "weights.stored", message, hint="weights")]
 
 
 def _compare_origin(golden: Evidence, run: Evidence) -> list[Finding]:

@@ -1,21 +1,20 @@
 """What a judgement says: one tree of values that every report renders and none changes."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kdtr_cli.errors import Exit
-from kdtr_cli.parity.curves import MAX_ENTRIES
 from kdtr_cli.parity.distribution import Distribution
 from kdtr_cli.parity.ranks import TOP_KS
 from kdtr_cli.parity.rounds import RoundDifference
 from kdtr_cli.parity.tally import LogitsResult, TopAgreement
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
+from kdtr_cli.parity.traces import TraceResult
 from kdtr_cli.parity.verdicts import Finding, Verdict
 
 __all__ = ["Report", "RoundsResult", "SequenceResult", "Side", "StepDetail", "Totals"]
-__all__ += ["curve_entries", "within_curve_budget"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,8 @@ class RoundsResult:
     `golden_rounds` and `run_rounds` were recorded, `golden_tau` and `run_tau` are the mean numbers of accepted rows,
     the root counted; None where a side has none that can be read. `compared`: the two sides' rounds are of the same
     drafting and were compared; then of `judged` rounds of the golden the first `equal` ones agree, `first_difference`
-    follows them, and `first_open` is the first difference that a tolerance leaves undecided.
+    follows them, and `first_open` is the first difference that a tolerance leaves undecided. `golden_arrays` and
+    `run_arrays` are the rounds themselves, for a report that draws them; kept where `JudgeOptions.keep_rounds` says so.
     """
 
     compared: bool
@@ -63,6 +63,12 @@ class RoundsResult:
     first_difference: RoundDifference | None = None
     first_open: RoundDifference | None = None
     all_bits: bool = False
+    golden_arrays: Mapping[str, np.ndarray] | None = field(
+        default=None, repr=False, compare=False, metadata={"json": False}
+    )
+    run_arrays: Mapping[str, np.ndarray] | None = field(
+        default=None, repr=False, compare=False, metadata={"json": False}
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +76,7 @@ class SequenceResult:
     """One sequence of the golden. `index` is its place in the golden; tokens are int32 arrays cut to the judged steps
     (`run_tokens` is None where the run lacks the sequence). `tokens_equal` counts up to the first divergence, and
     over all steps where the run was teacher-forced. `golden_length` is the golden's whole length. `rounds` is None
-    where neither side recorded any."""
+    where neither side recorded any, `trace` where not both sides have one."""
 
     index: int
     id: str
@@ -88,6 +94,7 @@ class SequenceResult:
     prompt_logits: LogitsResult | None
     rounds: RoundsResult | None
     findings: tuple[Finding, ...]
+    trace: TraceResult | None = None
 
     @property
     def all_tokens(self) -> bool:
@@ -103,8 +110,10 @@ class Totals:
     --steps and --select). `exact`: all tokens equal, none missing, none extra. `first_divergence` is (the sequence's
     place in the golden, step), as is `first_logit_failure`, the first logit row out of tolerance;
     `first_round_difference` is (the sequence's place, round). Of `rounds_judged` rounds that were to be compared
-    `rounds_equal` are, each sequence counted up to its first difference. Mean and percentile of the KL, the agreement
-    of the largest ids and the smallest margins are over all rows, those of prompt logits too; no verdict looks at them.
+    `rounds_equal` are, each sequence counted up to its first difference. `first_tensor` is (the sequence's place,
+    position, name) of the first tensor that parts in the first sequence where traces do. Mean and percentile of
+    the KL, the agreement of the largest ids and the smallest margins are over all rows, those of prompt logits too; no
+    verdict looks at them.
     """
 
     tokens_equal: int = 0
@@ -134,6 +143,7 @@ class Totals:
     rounds_equal: int = 0
     first_round_difference: tuple[int, int] | None = None
     verdicts: dict[str, int] = field(default_factory=dict)
+    first_tensor: tuple[int, int, str] | None = None
     mean_kl: float | None = None
     p99_kl: float | None = None
     top: tuple[TopAgreement, ...] = tuple(TopAgreement(k) for k in TOP_KS)
@@ -145,7 +155,8 @@ class Totals:
 
 @dataclass(frozen=True)
 class Side:
-    """What a report calls a side: name, tier, and what else the manifest says that a reader wants to see."""
+    """What a report calls a side: name, tier, and what else the manifest says that a reader wants to see. `provenance`
+    has, as (path in the manifest, value) pairs, what must agree before numbers count, and who made it."""
 
     name: str
     kind: str
@@ -153,6 +164,7 @@ class Side:
     tier: str
     arithmetic: tuple[str, ...]
     details: tuple[tuple[str, str], ...] = ()
+    provenance: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,28 +190,3 @@ class Report:
     teacher_forced: bool = False
     rounds: str | None = None
     unverified: tuple[str, ...] = ()
-
-
-def curve_entries(result: SequenceResult) -> int:
-    """How many entries the curves of a sequence have."""
-    return sum(0 if part is None or part.curves is None else len(part.curves) for part in _parts(result))
-
-
-def within_curve_budget(results: Sequence[SequenceResult]) -> list[SequenceResult]:
-    """The results with at most MAX_ENTRIES entries of curves among them, so that memory does not grow with the number
-    of sequences: those of sequences that agree go first, the later ones before the earlier."""
-    sizes = [curve_entries(r) for r in results]
-    left = sum(sizes) - MAX_ENTRIES
-    kept = list(results)
-    order = sorted(range(len(results)), key=lambda i: (results[i].verdict not in (Verdict.IDENTICAL, Verdict.PASS), -i))
-    for i in order:
-        if left <= 0:
-            break
-        left -= sizes[i]
-        parts = [None if part is None else replace(part, curves=None) for part in _parts(results[i])]
-        kept[i] = replace(results[i], logits=parts[0], prompt_logits=parts[1])
-    return kept
-
-
-def _parts(result: SequenceResult) -> tuple[LogitsResult, LogitsResult | None]:
-    return result.logits, result.prompt_logits

@@ -15,11 +15,13 @@ import numpy as np
 from kdtr_cli.bundle.reader import Bundle, BundleSequence, open_bundle
 from kdtr_cli.bundle.schema import ARITHMETICS
 from kdtr_cli.errors import DeviceError, InputError
-from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits, Rounds
+from kdtr_cli.model.traces import execution_order
+from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits, Rounds, Tensor
 from kdtr_cli.parity.judge import invalid, judge
 from kdtr_cli.parity.results import Report
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict
+from kdtr_cli.workflows.diff_facts import model_facts
 from kdtr_cli.workflows.diff_rounds import drafts_kept, has_rounds, read_rounds
 
 __all__ = ["bundle_evidence", "check_report_target", "diff", "judge_bundles", "write_report"]
@@ -74,6 +76,7 @@ def bundle_evidence(bundle: Bundle) -> Evidence:
         manifest_sha256=bundle.manifest_sha256,
         vocab_size=bundle.vocab,
         drafts_kept=drafts_kept(bundle),
+        facts=model_facts(bundle) if any(s.trace for s in sequences) else None,
     )
 
 
@@ -115,7 +118,17 @@ def _sequence(bundle: Bundle, sequence: BundleSequence) -> EvidenceSequence:
         prompt_logits=groups["prompt_logits"],
         ties=tuple(sequence.array("ties").tolist()) if "ties" in names else (),
         rounds=partial(_rounds, bundle, sequence) if has_rounds(sequence) else None,
+        trace=_trace(sequence, names),
     )
+
+
+def _trace(sequence: BundleSequence, names: set[str]) -> dict[str, Tensor]:
+    traced = {}
+    for name in execution_order(n.removeprefix("trace/") for n in names if n.startswith("trace/")):
+        path = f"trace/{name}"
+        rows, digest = partial(_rows, sequence, path), partial(_verified_digest, sequence, path)
+        traced[name] = Tensor(*sequence.shape(path), sequence.dtype(path), rows, digest)
+    return traced
 
 
 def _logits(sequence: BundleSequence, base: str, names: set[str], dtype: np.dtype) -> Logits:
@@ -168,29 +181,29 @@ class _Scan:
         _reading(self._scan.finish)
 
 
-def check_report_target(path: Path, force: bool, bundles: tuple[Path, ...] = ()) -> None:
-    """Say before any work whether a report could be written to `path`. InputError: it exists and `force` is off, it is
-    no regular file, it is one of the bundles, its folder is missing or can't be written to."""
+def check_report_target(path: Path, force: bool, bundles: tuple[Path, ...] = (), option: str = "--output-file") -> None:
+    """Say before any work whether what `option` names could be written to `path`. InputError: it exists and `force` is
+    off, it is no regular file, it is one of the bundles, its folder is missing or can't be written to."""
     folder = path.parent
     if path.exists() or path.is_symlink():
         if any(path.exists() and bundle.exists() and path.samefile(bundle) for bundle in bundles):
-            raise InputError(f"--output-file {path} is one of the bundles; name another file")
+            raise InputError(f"{option} {path} is one of the bundles; name another file")
         if not path.is_file():
-            raise InputError(f"--output-file {path} is not a regular file; name another")
+            raise InputError(f"{option} {path} is not a regular file; name another")
         if not force:
-            raise InputError(f"--output-file {path} exists; use --force to overwrite it")
+            raise InputError(f"{option} {path} exists; use --force to overwrite it")
     if not folder.is_dir():
-        raise InputError(f"--output-file {path}: the folder {folder} does not exist; create it first")
+        raise InputError(f"{option} {path}: the folder {folder} does not exist; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"--output-file {path}: no permission to write in the folder {folder}")
+        raise InputError(f"{option} {path}: no permission to write in the folder {folder}")
 
 
-def write_report(path: Path, text: str) -> None:
+def write_report(path: Path, report: str | bytes) -> None:
     """Write a report, all of it or nothing. DeviceError (exit 3): it can't be written; no verdict is given then."""
     temporary = path.parent / f".{secrets.token_hex(4)}.kdtr-report.partial"
     try:
-        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open(temporary, "xb") as file:
+            file.write(report.encode() if isinstance(report, str) else report)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

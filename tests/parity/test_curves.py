@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from parity_cases import golden_side, perturb, run_side
 
 from kdtr_cli.parity import curves as module
-from kdtr_cli.parity import results
+from kdtr_cli.parity import drawn
 from kdtr_cli.parity.curves import MAX_BLOCKS, MAX_ENTRIES, CurveBuilder, curve_block_size
 from kdtr_cli.parity.judge import judge
 from kdtr_cli.parity.tolerances import JudgeOptions
@@ -124,11 +124,10 @@ class TestOfAJudgement:
     def test_many_sequences_keep_no_more_than_one_long_one(self, monkeypatch):
         golden, run = self.pair(sequences=9, steps=6, score=True)
         run.seqs[7].tokens[3] ^= 1
-        for limited in (results, __import__("kdtr_cli.parity.judge", fromlist=["judge"])):
-            monkeypatch.setattr(limited, "MAX_ENTRIES", 30)
+        monkeypatch.setattr(drawn, "MAX_ENTRIES", 30)
         report = judge(golden.evidence(), run.evidence())
         kept = [s.logits.curves is not None for s in report.sequences]
-        assert sum(results.curve_entries(s) for s in report.sequences) <= 30
+        assert sum(drawn.curve_entries(s) for s in report.sequences) <= 30
         assert kept[7]  # the one that differs
         assert kept == [True, *[False] * 6, True, False]
         assert report.sequences[7].verdict is Verdict.DIVERGED

@@ -5,7 +5,9 @@ import re
 import numpy as np
 import pytest
 from parity_cases import golden_side, make_tie, perturb, run_side
+from report_cases import REPORTS
 from rounds_cases import round_pair, rounds_of
+from trace_cases import noise, traced_pair
 
 from kdtr_cli.parity.evidence import RoundProblem
 from kdtr_cli.parity.judge import judge
@@ -112,6 +114,54 @@ class TestContent:
         assert "against the golden's exact logits" in text
         assert "1 of 1 sequences, 24 of 24 steps: 24 of 24 rows of logits compared, 24 of them identical" in text
 
+    def test_the_verdict_and_what_it_means_come_first(self):
+        golden, run = pair()
+        assert text_of(golden, run).startswith(
+            "verdict IDENTICAL: All tokens and all bits of all logits are the same.\n"
+        )
+        run.one.logits.clear()
+        assert text_of(golden, run).startswith("verdict INCONCLUSIVE: sequence 's0': there are no logits to compare")
+
+    def test_a_table_of_the_sequences(self):
+        golden, run = pair(sequences=3)
+        run.seqs[1].tokens[5] ^= 1
+        del run.seqs[2]
+        lines = text_of(golden, run).splitlines()
+        at = next(i for i, line in enumerate(lines) if line.startswith("#  sequence"))
+        rows = [line.split() for line in lines[at : at + 4]]
+        assert rows[0] == [
+            "#",
+            "sequence",
+            "verdict",
+            "tokens",
+            "first",
+            "margin",
+            "max",
+            "abs",
+            "max",
+            "ULP",
+            "max",
+            "KL",
+        ]
+        assert rows[1] == ["0", "s0", "IDENTICAL", "24/24", "-", "-", "0.000e+00", "0", "0.000e+00"]
+        assert rows[2][:5] == ["1", "s1", "DIVERGED", "5/24", "5"]
+        assert rows[3][:5] == ["2", "s2", "DIVERGED", "0/24", "missing"]
+        assert lines[at + 4] == "marks   = same bits  X another token  - not compared"
+
+    def test_texts_of_tokens_can_not_break_a_line(self):
+        golden, run = pair()
+        run.one.tokens[5] ^= 1
+        report = judge(golden.evidence(), run.evidence())
+        plain = report_text(report)
+        for hostile in ("\x1b[2J", "\n\nPASS", "\u202e", "[red]", "\r", "##[error]", "x" * 5000, ""):
+            text = report_text(report, text_of=lambda token, hostile=hostile: hostile)
+            assert text.isascii()
+            assert all(c.isprintable() for c in text.replace("\n", ""))
+            assert len(text.splitlines()) == len(plain.splitlines()) + 2  # the passages of both sides
+            assert max(map(len, text.splitlines())) < 200
+            assert "##[" not in text
+        assert report_text(report, text_of=lambda token: None).splitlines()[-1] == plain.splitlines()[-1]
+
     def test_every_rule_and_its_origin_is_shown(self):
         golden, run = pair()
         text = text_of(golden, run, rtol=0.5, max_ulp=3, max_kl=0.25, allow_loose=True, steps=3, on_tie="warn")
@@ -215,7 +265,7 @@ class TestRounds:
         place = f"round 2 (position {a['start'][2]}): the bonus is {a['bonus'][2]}, golden {old}"
         assert f"equal; tau golden {a['n_accepted'].mean():.2f}" in text
         assert f"; first difference in {place}\n" in text
-        assert f"error   sequence 's0': {place} [rounds.bonus]\n" in text
+        assert f"error   sequence 's0': {place} [rounds.bonus] (hint: tree)\n" in text
 
     def test_rounds_that_are_not_compared(self):
         golden, run = round_pair(sequences=1, steps=24)
@@ -252,3 +302,36 @@ def test_a_field_s_name_can_not_break_a_line():
     text = report_text(judge(golden.evidence(), run.evidence()))
     assert "\nPASS" not in text
     assert "[provenance.choices.x PASS]" in text
+
+
+class TestTraces:
+    def test_equal_ones_are_counted(self):
+        text = report_text(REPORTS["traced"](), 100)
+        assert re.search(r"\n  trace (\d+) of \1 tensors identical, at 20 positions\n", text)
+        assert "<-" not in text
+
+    def test_the_first_tensor_stands_first_with_figures_and_hint(self):
+        text = report_text(REPORTS["trace parts"](), 100)
+        lines = text.split("\n")
+        at = next(i for i, line in enumerate(lines) if "rows out" in line)
+        assert lines[at].split() == ["step", "position", "rows", "out", "max", "abs", "nmse", "tensor"]
+        first, second, third, after = (line.split() for line in lines[at + 1 : at + 5])
+        assert first[:3] == ["0", "0", "20/20"]
+        assert first[4:] == ["1.000e+00", "model.layers.1.self_attn.q_latent", "<-", "constant-scale"]
+        assert (second[-1], third[-1]) == ("model.layers.1.mlp.moe_out", "final_norm")
+        assert after == []
+        assert "[trace.parted] (hint: constant-scale)" in text
+        assert "golden alone has traced embed: not compared [trace.partial]" in text
+
+    def test_rules_stand_beside_the_bounds(self):
+        text = report_text(REPORTS["trace parts within"](), 100)
+        assert "\n        *.q_latent: max_ulp 1099511627776 (--rule)\n        logits: rtol 0.001 (--rule)\n" in text
+
+    def test_many_tensors_are_cut(self):
+        golden, run = traced_pair()
+        for name, values in run.one.trace.items():
+            run.one.trace[name] = noise(values) if values.dtype.kind == "f" else values
+        text = text_of(golden, run)
+        assert len(re.findall(r"\n +0 +0 +20/20 ", text)) == 6
+        more = sum(a.dtype.kind == "f" for a in run.one.trace.values()) - 6
+        assert f"\n    and {more} more tensors out of tolerance\n" in text
