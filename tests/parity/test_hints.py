@@ -13,7 +13,7 @@ from trace_cases import CONFIG, DENSE, MOE, PROMPT, noise, traced_pair
 
 from kdtr_cli.parity.hints import HINTS
 from kdtr_cli.parity.judge import judge
-from kdtr_cli.parity.tolerances import JudgeOptions
+from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.parity.verdicts import Verdict
 
 pytestmark = pytest.mark.quick
@@ -226,6 +226,51 @@ def test_bf16_noise_within_a_tolerance_gets_no_hint():
     perturb(run, 1e-4)
     report = judge(golden.evidence(), run.evidence(), JudgeOptions(atol=1.0, allow_loose=True))
     assert report.sequences[0].trace.hint is None
+
+
+class TestNoise:
+    """A run of fewer bits, each tensor with a rule of its own: the fault is told from the noise in it and before it."""
+
+    def judged(self, name: str | None):
+        golden, run = traced_pair()
+        trace = run.one.trace
+        if name is not None:
+            trace[SABOTAGE[name][0]] = SABOTAGE[name][1](trace[SABOTAGE[name][0]])
+        rules = []
+        for tensor, values in golden.one.trace.items():
+            if values.dtype.kind == "f":
+                trace[tensor] = noise(trace[tensor], 2e-3)
+                rules.append(TensorRule(tensor, atol=0.03 * float(np.abs(values).max())))
+        options = JudgeOptions(atol=1.0, allow_loose=True, rules=tuple(rules))
+        return judge(golden.evidence(), run.evidence(), options).sequences[0].trace
+
+    def test_noise_alone_is_within(self):
+        assert self.judged(None).first is None
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "scaling twice",
+            "a latent doubled",
+            "biased weights",
+            "other choice",
+            "query too late",
+            "border",
+            "wrong angles",
+            "no YaRN",
+            "halves",
+            "interleaved result",
+            "one expert",
+            "stale mask",
+            "latent not normalised",
+            "a key of noise",
+            "a query of noise",
+            "nibbles",
+        ],
+    )
+    def test_the_hint_is_the_same(self, name):
+        found = self.judged(name)
+        assert (found.first.name, found.hint) == (SABOTAGE[name][0], SABOTAGE[name][2]), found.message
 
 
 # ------------------------------------------------------------------------------------------------- without a trace
