@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from kdtr_cli.bundle.reader import open_bundle
+from kdtr_cli.bundle.schema import SequenceData
+from kdtr_cli.bundle.writer import BundleWriter
 from kdtr_cli.errors import InputError
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Verdict
@@ -240,6 +242,25 @@ class TestGoldenAtFault:
         spoil(copy, "logits/exact")
         with pytest.raises(InputError, match=r"g\.h5.*sha256|g\.h5.*SHA-256|g\.h5.*digest"):
             assert_parity(copy, right if in_memory else tmp_path / "r.h5", atol=1)
+
+    @pytest.mark.parametrize("in_memory", [False, True])
+    def test_a_golden_that_is_not_finite(self, golden, right, tmp_path, in_memory):
+        """A NaN in the expected values would let anything pass or everything fail."""
+        spoiled = tmp_path / "g.h5"
+        with open_bundle(golden) as old, BundleWriter(spoiled, "golden") as new:
+            new.add_config(old.config_text)
+            for s in old.sequences:
+                exact = s.array("logits/exact").copy()
+                exact[1, 1] = np.nan
+                arrays = {"logits/exact": exact, "logits/float64": s.array("logits/float64")}
+                new.add_sequence(SequenceData(s.id, s.stream, s.prompt, s.tokens, s.finish_reason, arrays))
+            own = ("schema", "kind", "sequences", "datasets")
+            manifest = {k: v for k, v in old.manifest.items() if k not in own}
+            new.finish({**manifest, "model": {**manifest["model"], "embedded": False}})
+        right["0"].logits[1, 1] += np.float32(1)
+        refused(golden, right, save=tmp_path / "r.h5")
+        with pytest.raises(InputError, match=r"golden.*finite|finite.*golden"):
+            assert_parity(spoiled, right if in_memory else tmp_path / "r.h5", atol=1)
 
     def test_a_golden_that_is_missing_or_a_run(self, golden, right, tmp_path):
         with pytest.raises(InputError, match="gone"):
