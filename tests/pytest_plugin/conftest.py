@@ -28,11 +28,14 @@ def installed(tmp_path_factory) -> dict[str, str]:
     ]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
     commands = tmp_path_factory.mktemp("bin")
-    module, _, function = project["scripts"]["kdtr"].partition(":")
-    (commands / "kdtr").write_text(
-        f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
-    )
-    (commands / "kdtr").chmod(0o755)
+    for name, target in {"kdtr": project["scripts"]["kdtr"], "pytest": "pytest:console_main"}.items():
+        module, _, function = target.partition(":")
+        # with the guard that pip writes too: processes of a sweep import it
+        script = (
+            f'import sys\nfrom {module} import {function}\n\nif __name__ == "__main__":\n    sys.exit({function}())\n'
+        )
+        (commands / name).write_text(f"#!{sys.executable}\n{script}")
+        (commands / name).chmod(0o755)
     for name in ("python", "python3"):
         (commands / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
         (commands / name).chmod(0o755)
