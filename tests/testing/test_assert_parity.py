@@ -294,6 +294,16 @@ class TestInputs:
         assert held
         assert not any(np.array_equal(a, b) for a in held for b in answers)
 
+    def test_an_engine_that_changes_its_inputs_changes_no_question(self, golden, right):
+        inputs = golden_inputs(golden, teacher_force=True)
+        for array in (inputs.prompts[0].ids, inputs.forced["0"]):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 5
+        inputs.config["vocab_size"] = 3
+        object.__setattr__(inputs.prompts[0], "ids", np.array([9], np.int32))  # by force
+        assert assert_parity(golden, right).verdict is Verdict.IDENTICAL
+        assert golden_inputs(golden).prompts[0].ids.tolist() == [1, 2, 3]
+
     def test_tokens_come_with_teacher_forcing_alone(self, golden):
         with open_bundle(golden) as bundle:
             tokens = {s.id: s.tokens.tolist() for s in bundle.sequences}
