@@ -74,6 +74,8 @@ def assert_parity(
             raise InputError("tier, teacher_forced and about are for outputs in memory: a run bundle says them itself")
         report = _judge_paths(Path(golden), Path(run), options)
     else:
+        if Path(golden).is_dir():
+            raise InputError(f"{golden} is a sweep: 'kdtr merge' makes one golden of it, for outputs in memory")
         report, made = _judge_memory(Path(golden), run, options, tier, teacher_forced, about or {})
     if report.exit_code is Exit.AGREES:
         return report

@@ -117,6 +117,14 @@ class TestLoading:
         project.write("test_decode.py", "def test_a(): pass\n")
         assert "1 passed" in project.run("-p", "no:kdtr")
 
+    def test_kdtr_may_be_imported_before_pytest_starts(self, project):
+        """pytest can't rewrite its assertions then, and would say so with a warning: here an error."""
+        code = "import sys, kdtr_cli, kernels_cu, pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider']))"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=project.folder, env=project.environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
     def test_its_options_are_in_the_help(self, project):
         text = project.run("--help")
         for option in ("--kdtr-goldens", "--kdtr-save", "--kdtr-update", "--kdtr-unused", "kdtr_goldens"):

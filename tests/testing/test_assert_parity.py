@@ -206,6 +206,24 @@ class TestPaths:
         assert done.returncode == error.report.exit_code
         assert done.stdout.splitlines()[-1] == str(error).splitlines()[-1]
 
+    def test_a_sweep_is_judged_against_a_sweep(self, golden, tmp_path):
+        whole, part = tmp_path / "golden", tmp_path / "run"
+        for words in (
+            ["golden", "tiny", "--num-prompts", "2", "--steps", "2", "--shard-size", "1", "-o", f"{whole}/"],
+            ["run", str(whole), "-o", f"{part}/", "--device", "cpu"],
+        ):
+            subprocess.run([sys.executable, "-m", "kdtr_cli", *words], check=True, capture_output=True)
+        assert assert_parity(whole, part).verdict is Verdict.IDENTICAL
+        with pytest.raises(InputError, match="is no sweep"):
+            assert_parity(whole, golden)
+        with pytest.raises(InputError, match="kdtr merge"):
+            assert_parity(whole, {})
+        (part / "shard-000001.h5").unlink()
+        assert refused(whole, part).report.verdict is Verdict.INVALID
+        (whole / "shard-000001.h5").unlink()
+        with pytest.raises(InputError, match="1 of 2 shards are missing"):
+            assert_parity(whole, part)
+
     def test_nothing_is_saved_of_a_run_that_passes(self, golden, right, tmp_path):
         assert_parity(golden, right, save=tmp_path / "r.h5")
         assert not list(tmp_path.iterdir())
