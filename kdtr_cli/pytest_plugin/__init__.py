@@ -7,6 +7,7 @@
 
 It is loaded in every project of an environment that has kdtr, so nothing here imports more than pytest and the
 standard library before a test asks for the fixture. docs/ci.md is its reference; ``-p no:kdtr`` leaves it out.
+(PYTEST_DONT_REWRITE: there is no assertion here.)
 """
 
 import os

@@ -19,6 +19,8 @@ from kdtr_cli.cli.main import COMMANDS
 from kdtr_cli.errors import Exit
 from kdtr_cli.parity.verdicts import Verdict, exit_code
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples/ci"
 

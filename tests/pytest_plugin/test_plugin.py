@@ -1,9 +1,11 @@
-"""The pytest plugin, as projects use it: pytest in a process of its own, in an environment where kdtr is installed."""
+"""The pytest plugin, as projects use it: pytest within pytest, and where the process matters in one of its own, in an
+environment where kdtr is installed."""
 
 import hashlib
 import json
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import junitparser
@@ -15,6 +17,8 @@ from kdtr_cli.pytest_plugin import on_ci
 from kdtr_cli.workflows.golden import GoldenOptions, make_golden
 from kdtr_cli.workflows.golden_rounds import DraftOptions
 from kdtr_cli.workflows.prompts import PromptOptions
+
+pytest_plugins = ["pytester"]
 
 #: An engine that answers with what a file holds, so that a test of the plugin says what it answers.
 ENGINE = """
@@ -34,6 +38,8 @@ def test_decode(kdtr):
     assert [p.id for p in kdtr.inputs(golden).prompts] == ["0", "1"]
     kdtr.assert_parity(golden, answers())
 """
+#: How the plugin is loaded where kdtr is not installed but found.
+PLUGIN = ("-p", "kdtr_cli.pytest_plugin")
 INI = "[pytest]\nfilterwarnings = error\naddopts = --strict-config --strict-markers\n"
 
 
@@ -59,12 +65,12 @@ update._from_manifest = keep
 
 
 class Project:
-    """A folder with tests of an engine; `run` starts pytest in it."""
+    """A folder with tests of an engine. `run` starts pytest in it: in this process, or with `alone` in its own."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], golden: Path):
-        self.folder, self.environment = folder, environment
-        (folder / "goldens").mkdir()
-        (folder / "goldens/decode.h5").write_bytes(golden.read_bytes())
+    def __init__(self, pytester: pytest.Pytester, environment: dict[str, str], golden: Path):
+        self.pytester, self.folder, self.environment = pytester, pytester.path, environment
+        (self.folder / "goldens").mkdir()
+        (self.folder / "goldens/decode.h5").write_bytes(golden.read_bytes())
         self.write("pytest.ini", INI)
         self.write("engine.py", ENGINE)
         self.write("test_decode.py", DECODE)
@@ -80,14 +86,24 @@ class Project:
                 arrays |= {f"{s.id}/tokens": s.tokens, f"{s.id}/logits": s.array("logits/exact") + np.float32(shift)}
         np.savez(self.folder / "answers.npz", **arrays)
 
-    def run(self, *arguments: str, code: int = 0, **environment: str) -> str:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
-        # no PYTHONSAFEPATH and no current folder: `engine` is found beside the tests, as pytest's prepend does it
-        done = subprocess.run(
-            command, cwd=self.folder, env={**self.environment, **environment}, capture_output=True, text=True
-        )
-        text = done.stdout + done.stderr
-        assert done.returncode == code, text
+    def run(self, *arguments: str, code: int = 0, alone: bool = False, ci: str | None = None) -> str:
+        words = ["-p", "no:cacheprovider", "-q", *arguments]
+        if alone:
+            environment = self.environment if ci is None else {**self.environment, "CI": ci}
+            command = [sys.executable, "-m", "pytest", *words]
+            done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
+            text, returned = done.stdout + done.stderr, done.returncode
+        else:
+            installed = entry_points(group="pytest11", name="kdtr")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.delenv("CI", raising=False)
+                patch.delenv("PYTEST_ADDOPTS", raising=False)
+                if ci is not None:
+                    patch.setenv("CI", ci)
+                patch.setattr(sys, "dont_write_bytecode", True)  # a test file may change within one second
+                result = self.pytester.runpytest_inprocess(*words, *([] if installed else PLUGIN))
+            text, returned = result.stdout.str() + result.stderr.str(), result.ret
+        assert returned == code, text
         return text
 
     def sha256(self, name: str = "decode.h5") -> str:
@@ -95,8 +111,8 @@ class Project:
 
 
 @pytest.fixture
-def project(tmp_path, installed, golden) -> Project:
-    return Project(tmp_path, installed, golden)
+def project(pytester, installed, golden) -> Project:
+    return Project(pytester, installed, golden)
 
 
 class TestLoading:
@@ -110,12 +126,10 @@ class TestLoading:
             "    heavy = {'numpy', 'h5py', 'click', 'rich', 'safetensors', 'kdtr_cli.testing', 'kdtr_cli.errors'}\n"
             "    assert not heavy & set(sys.modules)\n",
         )
-        assert "1 passed" in project.run("test_other.py")
+        assert "1 passed" in project.run("test_other.py", alone=True)
 
     def test_it_can_be_left_out(self, project):
-        assert "fixture 'kdtr' not found" in project.run("-p", "no:kdtr", code=1)
-        project.write("test_decode.py", "def test_a(): pass\n")
-        assert "1 passed" in project.run("-p", "no:kdtr")
+        assert "fixture 'kdtr' not found" in project.run("-p", "no:kdtr", code=1, alone=True)
 
     def test_kdtr_may_be_imported_before_pytest_starts(self, project):
         """pytest can't rewrite its assertions then, and would say so with a warning: here an error."""
@@ -199,12 +213,12 @@ class TestSave:
 class TestUpdate:
     def test_it_is_refused_where_ci_is_set(self, project):
         before = project.sha256()
-        text = project.run("--kdtr-update", code=4, CI="true")
+        text = project.run("--kdtr-update", code=4, ci="true", alone=True)
         assert len([line for line in text.splitlines() if line.strip()]) == 1
         assert "--kdtr-update is refused where CI is set" in text
         assert project.sha256() == before
-        assert "1 passed" in project.run(CI="true")
-        assert "nothing changed" in project.run("--kdtr-update", CI="false")
+        assert "1 passed" in project.run(ci="true")
+        assert "nothing changed" in project.run("--kdtr-update", ci="false")
 
     @pytest.mark.parametrize("value", ["true", "1", "yes", "True", "woodpecker", " x"])
     def test_whatever_else_ci_is_set_to_counts(self, value):
@@ -232,7 +246,7 @@ class TestUpdate:
         project.write(
             "test_decode.py", f"def test_a(kdtr):\n    for name in {list(made)}:\n        kdtr.golden(name)\n"
         )
-        assert project.run("--kdtr-update").count("nothing changed") == len(made)
+        assert project.run("--kdtr-update", alone=True).count("nothing changed") == len(made)
         assert {name: project.sha256(f"{name}.h5") for name in made} == before
         kept = {f.stem: hashlib.sha256(f.read_bytes()).hexdigest() for f in (project.folder / "kept").iterdir()}
         assert kept == before
@@ -302,11 +316,11 @@ class TestUpdate:
             "    shutil.copy('goldens/decode.h5', path)\n\n@pytest.mark.parametrize('i', range(8))\n"
             "def test_a(kdtr, i):\n    kdtr.golden('copy', recipe=make)\n",
         )
-        text = project.run("--kdtr-update", "-n", "2", "--dist", "load")
+        text = project.run("--kdtr-update", "-n", "2", "--dist", "load", alone=True)
         assert "8 passed" in text
         assert text.count("copy.h5: made") == 1
         assert len(list(project.folder.glob("made.*"))) == 1
-        assert "refused" in project.run("--kdtr-update", "-n", "2", code=4, CI="1")
+        assert "refused" in project.run("--kdtr-update", "-n", "2", code=4, alone=True, ci="1")
 
 
 class TestUnused:
@@ -323,7 +337,7 @@ class TestUnused:
 
     @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
     def test_goldens_that_nobody_asked_for_are_listed_on_request(self, three, workers):
-        text = three.run("--kdtr-unused", "fail", *workers, code=1)
+        text = three.run("--kdtr-unused", "fail", *workers, code=1, alone=bool(workers))
         assert "1 passed" in text
         listed = [
             line.partition(": no test of this run")[0] for line in text.splitlines() if "no test of this run" in line
