@@ -290,6 +290,22 @@ class TestUpdate:
         assert project.sha256() == before
         assert [f.name for f in (project.folder / "goldens").iterdir()] == ["decode.h5"]
 
+    def test_a_new_golden_is_read_whole_before_it_takes_the_old_one_s_place(self, project):
+        path = project.folder / "goldens/decode.h5"
+        with open_bundle(path) as bundle:
+            logits = bundle.sequences[0].array("logits/exact").tobytes()
+        data = bytearray(path.read_bytes())
+        data[data.index(logits)] ^= 1  # it opens, and only the digest of this array is wrong
+        (project.folder / "damaged").write_bytes(data)
+        before = project.sha256()
+        project.write(
+            "test_decode.py",
+            "import shutil\n\ndef test_a(kdtr):\n"
+            "    kdtr.golden('decode', recipe=lambda path: shutil.copy('damaged', path))\n",
+        )
+        assert "was not made anew" in project.run("--kdtr-update", code=1)
+        assert project.sha256() == before
+
     def test_a_broken_golden_is_mended_by_a_recipe_and_not_by_itself(self, project):
         path = project.folder / "goldens/decode.h5"
         path.write_bytes(path.read_bytes()[:3000])
