@@ -21,6 +21,8 @@ KERNELS = PACKAGE.parent / "kernels_cu"
 #: What the modules of each package may import of the others; `errors`, and the version in the package itself, are for
 #: all. What an arrow reaches by another arrow it may import too: the command line renders reports, for example.
 BELOW = {
+    "pytest_plugin": {"testing", "workflows", "report", "parity", "engine", "reference", "ddtree", "model", "bundle"},
+    "testing": {"workflows", "report", "parity", "engine", "reference", "ddtree", "model", "bundle"},
     "cli": {"workflows", "report", "parity", "engine", "reference", "ddtree", "model", "bundle"},
     "workflows": {"report", "parity", "engine", "reference", "ddtree", "model", "bundle"},
     "report": {"parity"},
@@ -322,6 +324,9 @@ class TestRulesSee:
             ("workflows/x.py", "from kdtr_cli.cli import console"),
             ("ddtree/x.py", "from kdtr_cli.reference import arith"),
             ("errors.py", "from kdtr_cli.model import config"),
+            ("testing/x.py", "from kdtr_cli.cli import console"),
+            ("testing/x.py", "from kdtr_cli.pytest_plugin import goldens"),
+            ("workflows/x.py", "from kdtr_cli.testing.parity import assert_parity"),
         ],
     )
     def test_an_upward_import(self, path, text):
@@ -333,6 +338,7 @@ class TestRulesSee:
             ("cli/x.py", "from kdtr_cli.workflows.diff import judge"),
             ("cli/x.py", "from kdtr_cli.cli import console"),
             ("cli/x.py", "from kdtr_cli import __version__"),
+            ("pytest_plugin/x.py", "from kdtr_cli.testing.parity import assert_parity"),
             ("parity/x.py", "from kdtr_cli.errors import InputError"),
             ("parity/x.py", "from . import metrics"),
             ("reference/x.py", "from kdtr_cli.model import config\nfrom ..ddtree.tree import build"),

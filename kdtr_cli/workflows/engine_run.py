@@ -26,7 +26,7 @@ from kdtr_cli.workflows.engines import Engine, Question, ask, find_engine, seque
 from kdtr_cli.workflows.manifest import decoding_manifest
 from kdtr_cli.workflows.run import check_golden, embedded_config, golden_decoding
 
-__all__ = ["EngineRunOptions", "EngineRunSummary", "make_engine_run"]
+__all__ = ["EngineRunOptions", "EngineRunSummary", "engine_manifest", "make_engine_run"]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _run(
             bundle.add_sequence(SequenceData(prompt.id, prompt.stream, prompt.ids, tokens, reason, arrays))
             sequences.append((prompt, Generated(tokens, result.logits[:0], None, reason)))
         ((form, scored),) = forms
-        bundle.finish(_manifest(golden, options, question, about, described, form, scored))
+        bundle.finish(engine_manifest(golden, options, question, about, described, form, scored))
     folder = question.model if options.model is not None else None
     other = golden.manifest["model"]["config_sha256"] != _sha256(question.config_text)
     notes = ("the config is not the golden's; a diff will be INVALID",) if other else ()
@@ -143,7 +143,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _manifest(
+def engine_manifest(
     golden: Bundle,
     options: EngineRunOptions,
     question: Question,

@@ -193,6 +193,19 @@ class TestQuestion:
         stored = load_file(tmp_path / "seen" / "model" / "model.safetensors")
         assert {name: a.tobytes() for name, a in stored.items()} == {n: w.tobytes() for n, w in weights.items()}
 
+    def test_an_engine_that_changes_its_inputs_changes_no_question(self, tmp_path):
+        """It may overwrite all that it was given: what is judged is what the golden asked."""
+        golden = golden_of(tmp_path / "whole.h5", embed_weights=True)
+        before = golden.read_bytes()
+        answer = saved(tmp_path / "answer", right_answer(golden))
+        script = 'for f in "$2" "$(dirname "$2")"/../model/*; do head -c 99 /dev/zero > "$f"; done; cp "$3" "$1"'
+        run(golden, tmp_path / "r.h5", shell(script, answer))
+        assert golden.read_bytes() == before
+        with open_bundle(golden) as a, open_bundle(tmp_path / "r.h5") as b:
+            assert [s.prompt.tolist() for s in a.sequences] == [s.prompt.tolist() for s in b.sequences]
+            assert a.manifest["decoding"] == b.manifest["decoding"]
+        assert diff(golden, tmp_path / "r.h5").verdict is Verdict.IDENTICAL
+
     def test_the_private_folder_is_the_user_s_alone(self, golden, tmp_path):
         script = f'stat -c %a "$(dirname "$2")/.." > "{tmp_path}/mode"; cp "$3" "$1"'
         run(golden, tmp_path / "r.h5", shell(script, saved(tmp_path / "answer", right_answer(golden))))
