@@ -30,7 +30,9 @@ class Logits:
 
     `dtype` is the type the values are stored in (float16, float32, float64 or ml_dtypes.bfloat16); `k` is the K of
     top:K. `dataset_sha256` gives the *verified* SHA-256 of all rows (C order, little endian), where it is known:
-    two sets of the same shape and dtype with equal digests are the same bits.
+    two sets of the same shape and dtype with equal digests are the same bits. `top_counts` int32 [n]: how many of a
+    row's top K are there (None: all); what lies past a count is nothing. `uniform` is the value that an engine which
+    knows nothing gives every id.
     """
 
     n_rows: int
@@ -42,6 +44,8 @@ class Logits:
     k: int = 0
     row_sha256: Rows | None = None
     dataset_sha256: Callable[[], str] | None = None
+    top_counts: Rows | None = None
+    uniform: float = 0.0
 
     @property
     def form(self) -> str:

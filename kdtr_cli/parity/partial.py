@@ -23,17 +23,23 @@ __all__ = ["compare_partial"]
 @dataclass(frozen=True)
 class _Side:
     """One side's rows lo..hi: `values` [n, V] with ids None (full), values [n, K] with ids [n, K] (top K), or neither
-    (digest)."""
+    (digest). `there` bool [n, K] says which of the top K there are (None: all)."""
 
     values: np.ndarray | None
     ids: np.ndarray | None
+    there: np.ndarray | None = None
 
     @classmethod
     def read(cls, logits: Logits, lo: int, hi: int) -> "_Side":
         if logits.rows is not None:
             return cls(logits.rows(lo, hi), None)
         if logits.top_ids is not None and logits.top_values is not None:
-            return cls(logits.top_values(lo, hi), logits.top_ids(lo, hi))
+            ids, values = logits.top_ids(lo, hi), logits.top_values(lo, hi)
+            if logits.top_counts is None:
+                return cls(values, ids)
+            there = np.arange(ids.shape[1]) < logits.top_counts(lo, hi)[:, None]
+            # what is not there may be anything; 0 is an id and a number that can be worked with
+            return cls(np.where(there, values, values.dtype.type(0)), np.where(there, ids, 0), there)
         return cls(None, None)
 
     @property
@@ -49,6 +55,8 @@ class _Side:
         if self.ids is None:
             return np.take_along_axis(self.values, ids.astype(np.int64), axis=1), np.ones(ids.shape, bool)
         place, found = match_ids(ids, self.ids)
+        if self.there is not None:
+            found = found & np.take_along_axis(self.there, place, axis=1)
         return np.take_along_axis(self.values, place, axis=1), found
 
 
@@ -95,9 +103,12 @@ def _digests_agree(golden: Logits, run: Logits, g: _Side, r: _Side, lo: int, hi:
 
 
 def _measure(tally: Tally, lo: int, rest: np.ndarray, g: _Side, r: _Side) -> None:
-    ids = g.ids if g.is_top else r.ids
+    asked = g if g.is_top else r
+    ids = asked.ids
     (b, b_held), (a, a_held) = g.at(ids), r.at(ids)
     seen = (a_held & b_held)[rest]
+    if asked.there is not None:
+        seen &= asked.there[rest]
     tally.values += int(seen.sum())
     out = tally.measure(lo + rest, a[rest], b[rest], ids[rest], seen)
     hidden = np.zeros(len(rest), bool)
@@ -121,12 +132,17 @@ def _above_the_rest(
         return np.zeros(len(rest), bool)
     with np.errstate(invalid="ignore"):
         values = one.values[rest].astype(np.float64)
-        kth = top.values[rest].astype(np.float64).min(axis=1, keepdims=True)
+        known = top.values[rest].astype(np.float64)
+        there = np.ones(known.shape, bool) if top.there is None else top.there[rest]
+        kth = np.where(there, known, np.inf).min(axis=1, keepdims=True)  # a row that holds nothing bounds nothing
     if one.is_full:
         held = np.zeros(values.shape, bool)
-        np.put_along_axis(held, top.ids[rest].astype(np.int64), True, axis=1)
+        row, at = np.nonzero(there)
+        held[row, top.ids[rest][row, at]] = True
     else:
-        held = match_ids(one.ids[rest], top.ids[rest])[1]
+        held = top.at(one.ids)[1][rest]
+        if one.there is not None:
+            held |= ~one.there[rest]
     with np.errstate(invalid="ignore", over="ignore"):
         bound = tally.tolerance.bound(values if golden_above else kth)
         misses = ~held & (values - kth > bound)

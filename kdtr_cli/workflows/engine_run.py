@@ -7,6 +7,7 @@ it, weights above all, is null in the manifest, and a diff says "unverified"; wh
 import hashlib
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from kdtr_cli.model.fields import shown
 from kdtr_cli.model.prompts import Generated, Prompt, check_prompts
 from kdtr_cli.workflows.engine_answer import check_about, check_sequence, form_of
 from kdtr_cli.workflows.engine_inputs import write_model
-from kdtr_cli.workflows.engines import Engine, Question, ask, find_engine, sequences_of
+from kdtr_cli.workflows.engines import AnswerSequence, Engine, Question, ask, find_engine, sequences_of
 from kdtr_cli.workflows.manifest import decoding_manifest
 from kdtr_cli.workflows.run import check_golden, embedded_config, golden_decoding
 
@@ -94,6 +95,7 @@ def _question(golden: Bundle, options: EngineRunOptions, private: Path) -> Quest
         folder=own,
         timeout=options.timeout,
         container=options.container,
+        tier=options.tier,
     )
 
 
@@ -112,16 +114,18 @@ def _run(
 ) -> EngineRunSummary:
     begin = time.monotonic()
     answer = ask(name, argument, engine, question)
-    seconds = time.monotonic() - begin
+    seconds = [time.monotonic() - begin]
     about, described = dict(answer.about), f"{name}:{answer.name}" if answer.name else name
     check_about(about, options.tier)
+    values = about.get("values", "logits")
     sequences: list[tuple[Prompt, Generated]] = []
     forms: set[tuple[str, bool]] = set()
     with BundleWriter(options.output, "run", options.force) as bundle:
         bundle.add_config(question.config_text)
-        for index, given in enumerate(sequences_of(name, answer, len(question.prompts))):
+        answered = sequences_of(name, answer, len(question.prompts))
+        for index, given in enumerate(_timed(answered, seconds)):
             prompt = question.prompts[index]
-            result, arrays = check_sequence(question, index, given)
+            result, arrays = check_sequence(question, index, given, values)
             forms.add((form_of(given), result.prompt_logits is not None))
             if len(forms) > 1:
                 raise EngineError(
@@ -136,7 +140,18 @@ def _run(
     other = golden.manifest["model"]["config_sha256"] != _sha256(question.config_text)
     notes = ("the config is not the golden's; a diff will be INVALID",) if other else ()
     model = golden.manifest["model"].get("name", "model") if folder is None else folder.name
-    return EngineRunSummary(options.output, described, model, folder, form, sequences, seconds, notes)
+    return EngineRunSummary(options.output, described, model, folder, form, sequences, sum(seconds), notes)
+
+
+def _timed(sequences: Iterator[AnswerSequence], seconds: list[float]) -> Iterator[AnswerSequence]:
+    """The sequences; each may be computed only when it is asked for, and that time is the engine's too."""
+    while True:
+        begin = time.monotonic()
+        given = next(sequences, None)
+        seconds.append(time.monotonic() - begin)
+        if given is None:
+            return
+        yield given
 
 
 def _sha256(text: str) -> str:
@@ -171,6 +186,7 @@ def _manifest(
         "arithmetic": ["engine"],
         "tier": options.tier,
         "logits": form,
+        "values": about.get("values", "logits"),
         "score": scored,
         "run": {
             "engine": described,
