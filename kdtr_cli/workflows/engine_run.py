@@ -27,7 +27,7 @@ from kdtr_cli.workflows.engines import AnswerSequence, Engine, Question, ask, fi
 from kdtr_cli.workflows.manifest import decoding_manifest
 from kdtr_cli.workflows.run import check_golden, embedded_config, golden_decoding
 
-__all__ = ["EngineRunOptions", "EngineRunSummary", "make_engine_run"]
+__all__ = ["EngineRunOptions", "EngineRunSummary", "make_engine_run", "make_question", "run_engine"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,13 @@ class EngineRunSummary:
 
 def make_engine_run(options: EngineRunOptions) -> EngineRunSummary:
     """Ask an engine for a golden's outputs and write the run bundle, or raise and write nothing."""
-    name, argument, engine = find_engine(options.engine)
+    return run_engine(options, *find_engine(options.engine))
+
+
+def run_engine(
+    options: EngineRunOptions, name: str, argument: str, engine: Engine, with_model: bool = True
+) -> EngineRunSummary:
+    """As `make_engine_run`, with an engine at hand. ``with_model``: it wants the weights that the golden embeds."""
     target = check_target(options.output, options.force)
     if target.exists() and options.golden.exists() and target.samefile(options.golden):
         raise InputError(f"{options.output} is the golden itself; give the run another name")
@@ -70,12 +76,13 @@ def make_engine_run(options: EngineRunOptions) -> EngineRunSummary:
         golden = stack.enter_context(open_bundle(options.golden))
         check_golden(golden)
         private = stack.enter_context(tempfile.TemporaryDirectory(prefix="kdtr-engine-"))
-        question = _question(golden, options, Path(private))
+        question = make_question(golden, options, Path(private), with_model)
         return _run(golden, options, question, name, argument, engine)
 
 
-def _question(golden: Bundle, options: EngineRunOptions, private: Path) -> Question:
-    folder, text, config = _model(golden, options, private)
+def make_question(golden: Bundle, options: EngineRunOptions, private: Path, with_model: bool = True) -> Question:
+    """What an engine is asked; ``private`` is a folder for its files and for the golden's weights."""
+    folder, text, config = _model(golden, options, private, with_model)
     decoding = golden_decoding(golden.manifest["decoding"], options.steps)
     prompts = tuple(Prompt(s.id, s.prompt, s.stream) for s in golden.sequences)
     check_prompts(list(prompts), config, decoding.steps)
@@ -99,14 +106,20 @@ def _question(golden: Bundle, options: EngineRunOptions, private: Path) -> Quest
     )
 
 
-def _model(golden: Bundle, options: EngineRunOptions, private: Path) -> tuple[Path | None, str, ModelConfig]:
+def _model(
+    golden: Bundle, options: EngineRunOptions, private: Path, with_model: bool
+) -> tuple[Path | None, str, ModelConfig]:
     if options.model is not None:
         folder = Path(options.model).absolute()
         if not folder.is_dir():
             raise InputError(f"--model {options.model}: not a folder; an engine is given one with config.json")
         config, text = load_config(folder)
         return folder, text, config
-    return write_model(golden, private), golden.config_text, embedded_config(golden, options.golden)
+    return (
+        write_model(golden, private) if with_model else None,
+        golden.config_text,
+        embedded_config(golden, options.golden),
+    )
 
 
 def _run(
