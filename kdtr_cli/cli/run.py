@@ -45,7 +45,9 @@ __all__ = ["run", "show_run"]
 @click.option("--prefill", type=click.IntRange(1, 4096), help="Prompt tokens fed in one pass.  [default: up to 64]")
 @click.option("--teacher-force", is_flag=True, help="Feed the golden's tokens, whatever the engine chooses.")
 @click.option("--steps", type=click.IntRange(min=1), help="Decode fewer (or more) tokens than the golden.")
-@click.option("--engine", metavar="NAME:ARGUMENT", help='Another: command:"./my_engine {inputs} {out}", openai:URL.')
+@click.option(
+    "--engine", metavar="NAME:ARGUMENT", help='Another: command:"./my_engine {inputs} {out}", hf:DIR, openai:URL.'
+)
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds that --engine may take.")
 @click.option(
     "--inputs",

@@ -34,6 +34,7 @@ GROUP = "kdtr.engines"
 #: Engines that kdtr brings: name → "module:function", loaded when used. No package can take one of these names.
 _BUILT_IN: Mapping[str, str] = {
     "command": "kdtr_cli.workflows.engine_command:command",
+    "hf": "kdtr_cli.workflows.engine_hf:hf",
     "openai": "kdtr_cli.workflows.engine_openai:openai",
 }
 

@@ -149,7 +149,7 @@ class TestPackages:
             ("theirs:9", 0, "by theirs:t sequences=2 tokens=10 logits=none"),
             ("theirs:512", 3, 'sequence "0": tokens holds the id 512, outside the vocabulary 0..511'),
             ("theirs:x", 3, "engine theirs failed: ValueError: invalid literal"),
-            ("other", 2, "there are: command, openai, theirs"),
+            ("other", 2, "there are: command, hf, openai, theirs"),
         ):
             process = kdtr_alone("run", golden, "-o", tmp_path / "r.h5", "--engine", engine, "--force", env=path)
             out, err = process.communicate(timeout=60)
@@ -188,7 +188,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("args", "word"),
         [
-            (("--engine", "other:x"), "'other': no such engine; there are: command, openai"),
+            (("--engine", "other:x"), "'other': no such engine; there are: command, hf, openai"),
             (("--engine", "command:./e {inputs}"), "{out} is missing"),
             (("--engine", "command:./no-such-engine {inputs} {out}"), "can't be started: No such file"),
             (("--engine", "command:x", "--mode", "ddtree"), "--mode is for kdtr's own engine"),
