@@ -33,7 +33,7 @@ def write_inputs(question: Question) -> Path:
     if question.container == "hdf5":
         path = question.folder / "inputs.h5"
         with h5py.File(path, "x") as file:
-            file["metadata"] = json.dumps(texts).encode()
+            file["metadata"] = np.bytes_(json.dumps(texts))  # of fixed length: a reader in C needs no memory management
             for name, array in arrays.items():
                 file[name] = array
         return path
