@@ -9,7 +9,7 @@ from kdtr_cli.cli.console import notes
 from kdtr_cli.workflows.engine_run import EngineRunOptions
 from kdtr_cli.workflows.import_file import import_file
 
-__all__ = ["import_command"]
+__all__ = ["import_command", "values_note"]
 
 
 @click.command("import")
@@ -44,5 +44,10 @@ def import_command(file: Path, values: str | None, **options: Any) -> None:
     tokens = sum(len(result.tokens) for _, result in made.sequences)
     click.echo(
         f"import {made.path}: {made.model} by {made.engine} sequences={len(made.sequences)} tokens={tokens} "
-        f"logits={made.logits}"
+        f"logits={made.logits}{values_note(made.values)}"
     )
+
+
+def values_note(values: str) -> str:
+    """What stands behind the form of a run's logits: nothing where they are logits."""
+    return "" if values == "logits" else f" values={values}"

@@ -7,6 +7,7 @@ import click
 
 from kdtr_cli.bundle.sweep import is_sweep
 from kdtr_cli.cli.console import notes, progress
+from kdtr_cli.cli.import_file import values_note
 from kdtr_cli.cli.sweep_options import output_option, show_sweep, sweep_options, wanted_sweep
 from kdtr_cli.ddtree.rounds import statistics
 from kdtr_cli.errors import InputError
@@ -109,7 +110,7 @@ def _run_engine(golden: Path, output: str, options: dict[str, Any]) -> None:
     tokens = sum(len(result.tokens) for _, result in summary.sequences)
     click.echo(
         f"run {summary.path}: {summary.model} by {summary.engine} sequences={len(summary.sequences)} "
-        f"tokens={tokens} logits={summary.logits} seconds={summary.seconds:.1f}"
+        f"tokens={tokens} logits={summary.logits}{values_note(summary.values)} seconds={summary.seconds:.1f}"
     )
 
 

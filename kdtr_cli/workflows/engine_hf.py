@@ -7,6 +7,7 @@ memory, after transformers has stacked and converted them, not from the files.
 
 import inspect
 import json
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,7 @@ def hf(argument: str, question: Question) -> Answer:
 
     InputError: transformers is not installed, no such folder, a model that it can't take, or choices that are not its.
     """
+    end = None if question.timeout is None else time.monotonic() + question.timeout
     torch, transformers = _libraries()
     folder = Path(argument) if argument else question.model
     if folder is None:
@@ -49,7 +51,8 @@ def hf(argument: str, question: Question) -> Answer:
         "compiler": f"torch {torch.__version__}",
         "weights_used_sha256": Weights.from_arrays(_Held(model), config, cache=False).digests().used,
     }
-    sequences = (_decode(torch, transformers.DynamicCache, model, question, i) for i in range(len(question.prompts)))
+    cache = transformers.DynamicCache
+    sequences = (_decode(torch, cache, model, question, i, end) for i in range(len(question.prompts)))
     return Answer("transformers", sequences, about)
 
 
@@ -144,7 +147,9 @@ class _Held(Mapping[str, np.ndarray]):
         return len(self._tensors)
 
 
-def _decode(torch: ModuleType, cache_type: Any, model: Any, question: Question, index: int) -> AnswerSequence:
+def _decode(
+    torch: ModuleType, cache_type: Any, model: Any, question: Question, index: int, end: float | None
+) -> AnswerSequence:
     """One sequence by itself, with transformers' cache: the prompt in one pass, then token by token."""
     prompt, decoding = question.prompts[index], question.decoding
     forced = None if question.forced is None else question.forced[index]
@@ -164,6 +169,8 @@ def _decode(torch: ModuleType, cache_type: Any, model: Any, question: Question, 
                 **cache,
             )
             rows = out.logits[0].float().cpu().numpy()
+            if end is not None and time.monotonic() > end:
+                raise EngineError(f"transformers took longer than {question.timeout:g} s (--timeout)")
             if question.score and prompt_logits is None:
                 prompt_logits = rows
             if len(tokens) == limit:

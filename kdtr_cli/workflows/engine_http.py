@@ -45,8 +45,8 @@ class Server:
 
     @property
     def name(self) -> str:
-        """Host and port, for messages."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        """What to call it in messages."""
+        return f"server [{self.host}]:{self.port}" if ":" in self.host else f"server {self.host}:{self.port}"
 
 
 def parse_server(url: str, known: tuple[str, ...]) -> Server:

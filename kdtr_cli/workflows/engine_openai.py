@@ -73,8 +73,10 @@ class _Asker:
         listed = self._exchange(self.path.removesuffix("/completions") + "/models", None).get("data")
         names = [item.get("id") for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
         names = [name for name in names if isinstance(name, str)]
+        if not names:
+            raise EngineError(f"{self.server.name} names no model; ?model=NAME behind the URL does")
         if len(names) != 1:
-            some = ", ".join(shown(name) for name in names[:4]) or "none"
+            some = ", ".join(shown(name) for name in names[:4])
             raise InputError(
                 f"--engine openai: {self.server.name} names {some} as its models; add ?model=NAME to the URL"
             )

@@ -58,6 +58,7 @@ class EngineRunSummary:
     sequences: list[tuple[Prompt, Generated]]
     seconds: float  #: that the engine took; in no bundle
     notes: tuple[str, ...] = ()
+    values: str = "logits"  #: or "logprobs"
 
 
 def make_engine_run(options: EngineRunOptions) -> EngineRunSummary:
@@ -153,7 +154,7 @@ def _run(
     other = golden.manifest["model"]["config_sha256"] != _sha256(question.config_text)
     notes = ("the config is not the golden's; a diff will be INVALID",) if other else ()
     model = golden.manifest["model"].get("name", "model") if folder is None else folder.name
-    return EngineRunSummary(options.output, described, model, folder, form, sequences, sum(seconds), notes)
+    return EngineRunSummary(options.output, described, model, folder, form, sequences, sum(seconds), notes, values)
 
 
 def _timed(sequences: Iterator[AnswerSequence], seconds: list[float]) -> Iterator[AnswerSequence]:

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -202,6 +203,33 @@ class TestPackages:
             assert process.returncode == code, err
             assert word in (out if code == 0 else err)
             assert err.count("\n") == (code != 0)
+
+
+class TestServers:
+    def test_one_that_dies_in_its_answer_is_one_line_and_exit_3(self, golden, tmp_path):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            url = f"openai:http://127.0.0.1:{server.getsockname()[1]}/completion"
+            process = kdtr_alone("run", golden, "-o", tmp_path / "r.h5", "--engine", url)
+            server.settimeout(60)
+            with server.accept()[0] as client:
+                client.recv(65536)
+                client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{")
+            out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (3, "")
+        assert re.fullmatch(r"kdtr: error: server 127.0.0.1:\d+ ended the connection before .*\n", err)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_signal_while_it_is_waited_for_leaves_nothing(self, golden, tmp_path):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            url = f"openai:http://127.0.0.1:{server.getsockname()[1]}/completion"
+            process = kdtr_alone("run", golden, "-o", tmp_path / "r.h5", "--engine", url)
+            server.settimeout(60)
+            with server.accept()[0] as client:
+                client.recv(65536)
+                process.send_signal(signal.SIGTERM)
+                out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err.count("\n")) == (3, "", 1)
+        assert list(tmp_path.iterdir()) == []
 
 
 class TestSignals:

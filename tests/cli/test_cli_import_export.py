@@ -83,7 +83,10 @@ def test_log_probabilities_by_a_note_of_the_user(golden, tmp_path):
     shifted = rows - rows.max(axis=1, keepdims=True)
     np.save(tmp_path / "p.npy", (shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))).astype(np.float32))
     run = tmp_path / "run.h5"
-    assert kdtr("import", golden, tmp_path / "p.npy", "-o", run, "--values", "logprobs").exit_code == 0
+    done = kdtr("import", golden, tmp_path / "p.npy", "-o", run, "--values", "logprobs")
+    assert done.stdout.endswith("sequences=2 tokens=6 logits=full values=logprobs\n")
+    assert "logits         full, log-probabilities\n" in kdtr("inspect", run).stdout
+    assert json.loads(kdtr("inspect", run, "--format", "json").stdout)["values"] == "logprobs"
     judged = kdtr("diff", golden, run, "--atol", "1e-5")
     assert judged.exit_code == 0, judged.output
     assert " values=logprobs " in judged.stdout.splitlines()[-1]

@@ -146,6 +146,11 @@ class TestRefused:
             run(golden, tmp_path / "r.h5", folder)
         assert not (tmp_path / "r.h5").exists()
 
+    def test_one_that_takes_too_long(self, golden, tmp_path):
+        with pytest.raises(EngineError, match="--timeout"):
+            run(golden, tmp_path / "r.h5", timeout=1e-3)
+        assert list(tmp_path.iterdir()) == []
+
     def test_without_the_extra_it_says_what_to_install(self, golden, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "torch", None)
         with pytest.raises(InputError, match=r"pip install 'kdtr\[hf\]'"):

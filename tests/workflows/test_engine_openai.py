@@ -18,6 +18,7 @@ from kdtr_cli.parity.log_probabilities import log_softmax
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Verdict
 from kdtr_cli.report.line import verdict_line
+from kdtr_cli.report.text import report_text
 from kdtr_cli.workflows import engine_http
 from kdtr_cli.workflows.diff import diff
 from kdtr_cli.workflows.engine_run import EngineRunOptions, make_engine_run
@@ -42,13 +43,14 @@ class TestBundle:
         engine = Engine()
         with serving(engine) as url:
             made = run(golden, tmp_path / "r.h5", url + PATHS[protocol])
-        assert (made.logits, len(engine.bodies)) == ("top:20", 2)
+        assert (made.logits, made.values, len(engine.bodies)) == ("top:20", "logprobs", 2)
         assert verify_bundle(tmp_path / "r.h5").problems == ()
         report = diff(golden, tmp_path / "r.h5", WITHIN)
         assert report.verdict is Verdict.PASS
         assert (report.totals.tokens_equal, report.totals.exact) == (2 * STEPS, True)
         assert report.totals.max_abs < 1e-6
         assert " logits=top20 values=logprobs weights=unverified " in verdict_line(report)
+        assert ", against the log-softmax of the golden's exact logits: the run holds log-prob" in report_text(report)
 
     def test_they_are_the_golden_s_own(self, golden, tmp_path):
         with serving(Engine()) as url:
@@ -202,6 +204,11 @@ class TestUrl:
             run(golden, tmp_path / "r.h5", f"{url}/v1/completions?model=b%20c")
         assert engine.bodies[0]["model"] == "b c"
 
+    @pytest.mark.parametrize("listed", [{}, {"data": None}, {"data": []}, {"data": [1, {"name": "m"}]}])
+    def test_a_server_that_names_no_model(self, golden, tmp_path, listed):
+        with serving(lambda *_: (200, listed)) as url, pytest.raises(EngineError, match="names no model"):
+            run(golden, tmp_path / "r.h5", url)
+
     def test_a_golden_that_samples_can_t_be_asked(self, tmp_path):
         golden = golden_of(tmp_path / "g.h5", temperature=1.0, embed_weights=False)
         with pytest.raises(InputError, match="--teacher-force"):
@@ -320,7 +327,7 @@ class TestFailure:
         with serving(breaks) as url, pytest.raises(EngineError, match=word) as caught:
             run(golden, tmp_path / "r.h5", f"{url}/v1?model=m", force=True, timeout=20)
         assert "\n" not in str(caught.value)
-        assert str(caught.value).startswith("127.0.0.1:")
+        assert str(caught.value).startswith("server 127.0.0.1:")
         assert (tmp_path / "r.h5").read_bytes() == b"an old bundle"
         assert len(list(tmp_path.iterdir())) == 1
 

@@ -24,6 +24,7 @@ from kdtr_cli.workflows.diff import diff
 from kdtr_cli.workflows.engine_run import EngineRunOptions
 from kdtr_cli.workflows.golden import GoldenOptions, make_golden
 from kdtr_cli.workflows.import_file import import_file
+from kdtr_cli.workflows.inspect import describe
 from kdtr_cli.workflows.prompts import PromptOptions
 from kdtr_cli.workflows.verify import verify_bundle
 
@@ -201,6 +202,16 @@ class TestLogprobs:
             report = judged(golden, written(tmp_path / "a.json", found), WITHIN)
             assert report.verdict is Verdict.INCONCLUSIVE
             assert "1 rows of logits can't be measured" in report.reason
+
+    def test_inspect_shows_what_is_there(self, golden, tmp_path):
+        found = answers("offline")
+        rows = found[0]["outputs"][0]["logprobs"]
+        rows[1] = dict(list(rows[1].items())[:3])
+        rows[2] = None
+        made(golden, written(tmp_path / "a.json", found))
+        shown = describe(tmp_path / "r.h5", "0")["sequence"]["top_logits"]["engine"]
+        assert [len(step) for step in shown] == [5, 3, 0]
+        assert [entry["id"] for entry in shown[1]] == [int(name) for name in rows[1]]
 
     def test_a_nan_diverges(self, golden, tmp_path):
         found = answers("offline")
