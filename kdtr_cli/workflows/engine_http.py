@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kdtr_cli.errors import EngineError, InputError
-from kdtr_cli.model.fields import parse_json
+from kdtr_cli.model.fields import parse_json, shown
 
 __all__ = ["KEY_VARIABLE", "Server", "exchange", "parse_server"]
 
@@ -55,8 +55,8 @@ def parse_server(url: str, known: tuple[str, ...]) -> Server:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise InputError(f"--engine openai: no URL: {error}; write {example}") from None
+    except ValueError:
+        raise InputError(f"--engine openai: no URL, or no port in it; write {example}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InputError(f"--engine openai: it takes the http or https URL of a server; write {example}")
     if "@" in parts.netloc:
@@ -66,7 +66,7 @@ def parse_server(url: str, known: tuple[str, ...]) -> Server:
     options: dict[str, str] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name not in known or name in options:
-            raise InputError(f"--engine openai: ?{name}= is twice there, or none of {', '.join(known)}")
+            raise InputError(f"--engine openai: the option {shown(name)} is there twice, or none of {', '.join(known)}")
         options[name] = value
     key = os.environ.get(KEY_VARIABLE) or None
     if key is not None and (not key.isascii() or any(c <= " " or c == "\x7f" for c in key)):

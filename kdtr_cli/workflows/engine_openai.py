@@ -44,7 +44,7 @@ def openai(argument: str, question: Question) -> Answer:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 8 and int(text) >= 1):
-        raise InputError(f"--engine openai: ?logprobs={text} is no number of log-probabilities")
+        raise InputError(f"--engine openai: logprobs={shown(text)} is no number of log-probabilities")
     return int(text)
 
 

@@ -32,7 +32,7 @@ EXPORT_SCHEMA = "kdtr.export/1"
 FORMATS = ("safetensors", "npz")
 INPUT_FORMATS = ("safetensors", "hdf5")
 
-_SUFFIX = {"safetensors": ".safetensors", "npz": ".npz", "hdf5": ".inputs.h5"}
+_SUFFIX = {"safetensors": ".safetensors", "npz": ".npz", "hdf5": ".h5"}
 
 #: dtypes of a bundle as safetensors names them, and as .npy can: it has no name for bfloat16 and fp8.
 _SAFETENSORS = {
@@ -74,7 +74,7 @@ def export_bundle(options: ExportOptions) -> ExportSummary:
         raise InputError(f"--format {options.format}: {what} written as {' or '.join(allowed)}")
     if not options.inputs and (options.teacher_force or options.steps is not None or options.model is not None):
         raise InputError("--teacher-force, --steps and --model go with --inputs")
-    suffix = _SUFFIX[options.format]
+    suffix = ".inputs" * options.inputs + _SUFFIX[options.format]
     path = options.bundle.with_suffix(suffix) if options.output is None else options.output
     with open_bundle(options.bundle) as bundle:
         if check_target(path, options.force).exists() and path.samefile(options.bundle):

@@ -169,7 +169,7 @@ class TestUrl:
             "ftp://127.0.0.1/",
             "file:///etc/passwd",
             "http://",
-            "http://user:word@127.0.0.1:1",
+            "http://user:secret@127.0.0.1:1",
             "http://127.0.0.1:99999",
             "http://[::1",
             "http://127.0.0.1:1/#x",
@@ -177,13 +177,18 @@ class TestUrl:
             "http://127.0.0.1:1/?top=3",
             "http://127.0.0.1:1/?logprobs=0",
             "http://127.0.0.1:1/?logprobs=x",
+            "http://127.0.0.1:1/?logprobs=%0A",
+            "http://127.0.0.1:1/?%0A=2",
+            "http://user:secret",
             "http://127.0.0.1:1/?logprobs=2&logprobs=3",
             "http://127.0.0.1:1/generate?model=m",
         ],
     )
     def test_one_that_won_t_do(self, golden, tmp_path, url):
-        with pytest.raises(InputError, match="--engine openai"):
+        with pytest.raises(InputError, match="--engine openai") as caught:
             run(golden, tmp_path / "r.h5", url)
+        assert "\n" not in str(caught.value)
+        assert "secret" not in str(caught.value)
         assert list(tmp_path.iterdir()) == []
 
     def test_a_proxy_of_the_environment_is_not_asked(self, golden, tmp_path, monkeypatch):

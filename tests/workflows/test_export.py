@@ -107,6 +107,9 @@ class TestBundle:
         with pytest.raises(InputError, match="--force"):
             export_bundle(ExportOptions(golden))
         assert export_bundle(ExportOptions(golden, force=True, format="npz")).path == tmp_path / "some.golden.npz"
+        for form, suffix in (("safetensors", "safetensors"), ("hdf5", "h5")):
+            made = export_bundle(ExportOptions(golden, format=form, inputs=True))
+            assert made.path == tmp_path / f"some.golden.inputs.{suffix}"
 
     @pytest.mark.parametrize("form", export.FORMATS)
     def test_a_damaged_array_leaves_no_file(self, tmp_path, form):
