@@ -30,6 +30,7 @@ _COMMON = {
     "teacher_forced": "teacher forcing",
     "rounds": "comparisons of rounds",
     "unverified": "digests to compare",
+    "values": "values",
 }
 
 

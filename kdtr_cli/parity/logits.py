@@ -47,6 +47,7 @@ def compare_logits(
     to be judged by: those after `n_rows` are not compared, but one that is not finite is still found. A golden value
     that is not finite ends the comparison."""
     tally = Tally(tolerance, run.dtype, n_rows, golden.vocab or run.vocab)
+    tally.baselines.uniform = golden.uniform
     if golden.rows is not None and run.rows is not None:
         _compare_full(tally, golden, run, n_rows, rows_total, threads)
     else:

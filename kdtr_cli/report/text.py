@@ -85,6 +85,8 @@ def _header(report: Report) -> Iterator[str]:
             yield f"{label:<8}{_side(side)}"
     if report.tolerance is not None:
         against = f"the golden's {report.reference} logits" if report.reference else "no logits: the golden has none"
+        if report.values == "logprobs":
+            against = f"the log-softmax of {against}: the run holds log-probabilities"
         yield f"{'rule':<8}{_rule(report.tolerance)}, against {against}"
     o = report.options
     for rule in o.rules:

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from kdtr_cli.bundle.reader import open_bundle
 from kdtr_cli.errors import EngineError, Exit, InputError
 from kdtr_cli.model.presets import write_model
+from kdtr_cli.parity.log_probabilities import log_softmax
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Verdict
 from kdtr_cli.workflows import engines
@@ -150,6 +151,23 @@ class TestBundle:
         assert diff(golden, path, JudgeOptions(allow_partial=True)).verdict is Verdict.PASS
         top["top_values"] = top["top_values"] + np.float32(1e-3)
         assert diff(golden, answered(golden, tmp_path, **top)).verdict is Verdict.DIVERGED
+
+    def test_a_program_may_say_that_it_gives_log_probabilities(self, golden, tmp_path):
+        rows = log_softmax(right_answer(golden)["logits"]).astype(np.float32)
+        about = json.dumps({"values": "logprobs"})
+        path = answered(golden, tmp_path, about, logits=rows)
+        with open_bundle(path) as bundle:
+            assert bundle.manifest["values"] == "logprobs"
+        assert diff(golden, path, JudgeOptions(atol=1e-5)).verdict is Verdict.PASS
+        assert diff(golden, path, JudgeOptions(atol=1e-5, max_kl=1e-9)).verdict is Verdict.PASS
+        assert diff(golden, path).verdict is Verdict.INVALID
+        assert (
+            diff(golden, answered(golden, tmp_path, logits=rows), JudgeOptions(atol=1e-5)).verdict is Verdict.DIVERGED
+        )
+        with pytest.raises(EngineError, match="is no log-probability"):
+            answered(golden, tmp_path, about)
+        with pytest.raises(EngineError, match=r"about.values is \"odds\""):
+            answered(golden, tmp_path, '{"values": "odds"}')
 
     def test_tokens_alone_are_inconclusive(self, golden, tmp_path):
         path = answered(golden, tmp_path, logits=None)
