@@ -23,7 +23,7 @@ from kdtr_cli.workflows.diff import diff as judge_bundles
 from kdtr_cli.workflows.step_summary import append_step_summary
 from kdtr_cli.workflows.sweep_diff import diff_sweeps
 
-__all__ = ["diff"]
+__all__ = ["RULES", "diff", "judge_options"]
 
 #: Columns of a report that goes to no terminal.
 _WIDTH = 100
@@ -31,8 +31,8 @@ _WIDTH = 100
 #: What `--format` may say.
 FORMATS = ("text", "json", "junit", "github")
 
-#: The options whose origin the report names.
-_RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow_loose", "steps", "select")
+#: The options that a judgement follows; the report names their origin.
+RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow_loose", "steps", "select")
 
 
 @click.command()
@@ -56,21 +56,7 @@ _RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow
 @click.option("--force", is_flag=True, help="Overwrite the output file.")
 @click.pass_context
 def diff(
-    ctx: click.Context,
-    golden: Path,
-    run: Path,
-    atol: float | None,
-    rtol: float | None,
-    max_ulp: int | None,
-    max_kl: float | None,
-    on_tie: str,
-    allow_partial: bool,
-    allow_loose: bool,
-    steps: int | None,
-    select: str | None,
-    form: str,
-    output_file: Path | None,
-    force: bool,
+    ctx: click.Context, golden: Path, run: Path, form: str, output_file: Path | None, force: bool, **rules: object
 ) -> None:
     """Judge a run against its golden.
 
@@ -79,18 +65,7 @@ def diff(
     Exit 0: they agree. 1: they differ. 2: that can't be judged. 3: kdtr failed. The last line on standard output says
     it all in a form that stays the same (docs/judging.md).
     """
-    options = JudgeOptions(
-        atol=atol,
-        rtol=rtol,
-        max_ulp=max_ulp,
-        max_kl=max_kl,
-        on_tie=on_tie,
-        allow_partial=allow_partial,
-        allow_loose=allow_loose,
-        steps=steps,
-        select=None if select is None else tuple(name for part in select.split(",") if (name := part.strip())),
-        origins={name: f"--{name.replace('_', '-')}, {origin(ctx, name)}" for name in _RULES},
-    )
+    options = judge_options(ctx)
     if output_file is not None:
         check_report_target(output_file, force, (golden, run))
     report = _judge(golden, run, options)
@@ -105,6 +80,14 @@ def diff(
                 notes().print(f"note: {note}")
     click.echo(text, nl=False)  # it flushes; `main` makes exit 3 of a standard output that can't take it
     ctx.exit(int(report.exit_code))
+
+
+def judge_options(ctx: click.Context) -> JudgeOptions:
+    """What the context of a `kdtr diff` asks of the judgement, each rule with its origin."""
+    rules = {name: ctx.params[name] for name in RULES}
+    if (select := rules["select"]) is not None:
+        rules["select"] = tuple(name for part in select.split(",") if (name := part.strip()))
+    return JudgeOptions(**rules, origins={name: f"--{name.replace('_', '-')}, {origin(ctx, name)}" for name in RULES})
 
 
 def _judge(golden: Path, run: Path, options: JudgeOptions) -> Report:

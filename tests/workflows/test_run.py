@@ -98,11 +98,11 @@ class TestContent:
         assert all(about[key] == summary.device[key] for key in ("device", "driver", "compiler"))
 
     def test_the_kernel_digest_is_of_their_sources(self, monkeypatch):
-        right = workflow._kernels_sha256()
-        assert right == workflow._kernels_sha256()
+        right = workflow._kernels_sha256({})
+        assert right == workflow._kernels_sha256({})
         source_text = workflow.source_text
-        monkeypatch.setattr(workflow, "source_text", lambda file: source_text(file) + "// another")
-        assert workflow._kernels_sha256() != right
+        monkeypatch.setattr(workflow, "source_text", lambda *file: source_text(*file) + "// another")
+        assert workflow._kernels_sha256({}) != right
 
     def test_batch_and_prefill_change_no_bit(self, golden, made, tmp_path):
         for options in ({"batch": 1}, {"batch": 2, "prefill": 1}, {"batch": 3, "prefill": 4}):
