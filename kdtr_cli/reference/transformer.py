@@ -190,7 +190,9 @@ class Model:
             k_rope = self._rotated(kvs[i][:, c.kv_lora_rank :], rows)
             observe[i](f"{name}kv_latent", latents[i])
             observe[i](f"{name}k_rope", k_rope)
-            values.append(self._attend(qs[i], latents[i], k_rope, rows, cached, heads))
+            queries = self._queries(qs[i], rows, heads)
+            observe[i](f"{name}q_rope", queries[..., c.kv_lora_rank :].reshape(len(queries), -1))
+            values.append(self._attend(queries, latents[i], k_rope, rows, cached, heads))
         ys = self._linear(values, f"{name}o_proj")
         _tell(observe, f"{name}attn_out", ys)
         return ys
@@ -200,9 +202,20 @@ class Model:
         cos, sin = (table[rows.positions].reshape(len(x), *[1] * (x.ndim - 2), -1) for table in (self.cos, self.sin))
         return self.ops.rotate(x, cos, sin, self.config.rope_interleave)
 
+    def _queries(self, q: np.ndarray, rows: Rows, heads: list[tuple[Any, Any]]) -> np.ndarray:
+        """The absorbed queries [M, heads, latent_dim] of q [M, heads * qk_head_dim]: W_UK^T q_nope, then q rotated."""
+        c = self.config
+        m, nope = len(q), c.qk_nope_head_dim
+        q = q.reshape(m, c.num_attention_heads, c.qk_head_dim)
+        query = np.empty((m, c.num_attention_heads, c.latent_dim), q.dtype)
+        for h, (w_uk, _) in enumerate(heads):
+            query[:, h, : c.kv_lora_rank] = self.ops.linear(q[:, h, :nope], w_uk)
+        query[..., c.kv_lora_rank :] = self._rotated(q[..., nope:], rows)
+        return query
+
     def _attend(
         self,
-        q: np.ndarray,
+        query: np.ndarray,
         kv_latent: np.ndarray,
         k_rope: np.ndarray,
         rows: Rows,
@@ -211,13 +224,7 @@ class Model:
     ) -> np.ndarray:
         """One part's attention, its keys written to the cache -> [M, heads * v_head_dim]."""
         c, ops = self.config, self.ops
-        m, nope = len(q), c.qk_nope_head_dim
-        q = q.reshape(m, c.num_attention_heads, c.qk_head_dim)
-        query = np.empty((m, c.num_attention_heads, c.latent_dim), q.dtype)
-        for h, (w_uk, _) in enumerate(heads):
-            query[:, h, : c.kv_lora_rank] = ops.linear(q[:, h, :nope], w_uk)
-        query[..., c.kv_lora_rank :] = self._rotated(q[..., nope:], rows)
-        out = np.empty((m, c.num_attention_heads, c.kv_lora_rank), q.dtype)
+        out = np.empty((len(query), c.num_attention_heads, c.kv_lora_rank), query.dtype)
         places = rows.positions if rows.places is None else rows.places
         for slot, run in rows.runs():
             position, keys = rows.positions[run], cached[slot]
@@ -295,7 +302,11 @@ class Model:
             ys = self._attention(xs, parts, cached, f"{name}.self_attn.", observe)
             hidden = [h + y for h, y in zip(hidden, ys, strict=True)]
             xs = self._norm(hidden, f"{name}.post_attention_layernorm", c.rms_norm_eps)
-            ys = self._experts(xs, f"{name}.mlp", observe) if c.is_moe_layer(i) else self._mlp(xs, f"{name}.mlp")
+            if c.is_moe_layer(i):
+                ys = self._experts(xs, f"{name}.mlp", observe)
+            else:
+                ys = self._mlp(xs, f"{name}.mlp")
+                _tell(observe, f"{name}.mlp.mlp_out", ys)
             hidden = [h + y for h, y in zip(hidden, ys, strict=True)]
             _tell(observe, f"{name}.hidden", hidden)
             return hidden
