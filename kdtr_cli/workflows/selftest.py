@@ -173,7 +173,7 @@ class _Bench:
             more |= {"mode": "ddtree"}
             if golden == "drafter":
                 more |= {"drafter": str(self.folder / DRAFTER)}
-        return RunOptions(self._golden(golden), run, device=self.options.device, **more)
+        return RunOptions(self._golden(golden), run, device=self.options.device, trace="full", **more)
 
     def _golden(self, golden: str) -> Path:
         return self.folder / f"{golden}.h5"

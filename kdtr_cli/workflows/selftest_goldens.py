@@ -61,7 +61,7 @@ def make_selftest_golden(name: str, folder: Path) -> Path:
     vocab = model.config.vocab_size
     prompts = [Prompt(str(i), random_prompt(i, n, vocab, 1), i) for i, n in enumerate(made.prompts)]
     drafting = made.drafting(folder) if made.drafting is not None else None
-    options = GoldenOptions(model.name, path, steps=made.steps, drafting=drafting)
+    options = GoldenOptions(model.name, path, steps=made.steps, drafting=drafting, trace="full")
     prepared = prepare_golden(options, model, check_prompts(prompts, model.config, made.steps))
     write_golden(prepared, prompts, path, force=False)
     with open_bundle(path) as bundle:

@@ -58,10 +58,10 @@ def one_step_late(sequences: Sequences) -> Sequences:
 
 
 def truncated(sequences: Sequences) -> Sequences:
-    """The last sequence without its last token."""
+    """The last sequence without its last token, of which everything else is whole."""
     *others, last = sequences
-    logits = {_LOGITS: last.arrays[_LOGITS][:-1]}
-    return [*others, replace(last, tokens=last.tokens[:-1], arrays={**last.arrays, **logits})]
+    shorter = {name: a[:-1] for name, a in last.arrays.items() if name == _LOGITS or name.startswith("trace/")}
+    return [*others, replace(last, tokens=last.tokens[:-1], arrays={**last.arrays, **shorter})]
 
 
 def dropped(sequences: Sequences) -> Sequences:
