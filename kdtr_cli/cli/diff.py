@@ -4,12 +4,14 @@ import os
 import shutil
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from kdtr_cli.cli.console import notes, progress
 from kdtr_cli.cli.settings import origin
+from kdtr_cli.cli.tensor_rule import TensorRuleType
 from kdtr_cli.parity.results import Report
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import ON_TIE
@@ -42,6 +44,13 @@ RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow_
 @click.option("--rtol", type=float, help="The same, as a share of |golden|.  [default: 0 for tier exact]")
 @click.option("--max-ulp", type=click.IntRange(min=0), help="Largest distance in units of the run's storage type.")
 @click.option("--max-kl", type=float, help="Largest KL(golden || run) of a step, in nats, over the full vocabulary.")
+@click.option(
+    "--rule",
+    type=TensorRuleType(),
+    multiple=True,
+    metavar="PATTERN:BOUNDS",
+    help='Bounds of tensors by name, such as "*.router_logits:atol=1e-4,rtol=0"; the first that matches holds.',
+)
 @click.option("--on-tie", type=click.Choice(ON_TIE), default="fail", show_default=True, help="What TIE_BREAK means.")
 @click.option("--allow-partial", is_flag=True, help="Judge by partial logits (top K, or none).")
 @click.option("--allow-loose", is_flag=True, help="Judge by a tolerance that zeros or shuffled logits would pass too.")
@@ -87,7 +96,11 @@ def judge_options(ctx: click.Context) -> JudgeOptions:
     rules = {name: ctx.params[name] for name in RULES}
     if (select := rules["select"]) is not None:
         rules["select"] = tuple(name for part in select.split(",") if (name := part.strip()))
-    return JudgeOptions(**rules, origins={name: f"--{name.replace('_', '-')}, {origin(ctx, name)}" for name in RULES})
+    return JudgeOptions(
+        **rules,
+        origins={name: f"--{name.replace('_', '-')}, {origin(ctx, name)}" for name in RULES},
+        rules=tuple(replace(one, origin=f"--rule, {origin(ctx, 'rule')}") for one in ctx.params["rule"]),
+    )
 
 
 def _judge(golden: Path, run: Path, options: JudgeOptions) -> Report:

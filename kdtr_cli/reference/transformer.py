@@ -248,7 +248,9 @@ class Model:
         for wave in self._waves(xs):
             ys += self._routed(xs[wave], routed[wave], name)
         if c.n_shared_experts:
-            ys = [y + shared for y, shared in zip(ys, self._mlp(xs, f"{name}.shared_experts"), strict=True)]
+            shared = self._mlp(xs, f"{name}.shared_experts")
+            _tell(observe, f"{name}.shared_out", shared)
+            ys = [y + s for y, s in zip(ys, shared, strict=True)]
         _tell(observe, f"{name}.moe_out", ys)
         return ys
 

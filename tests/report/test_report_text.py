@@ -215,7 +215,7 @@ class TestRounds:
         place = f"round 2 (position {a['start'][2]}): the bonus is {a['bonus'][2]}, golden {old}"
         assert f"equal; tau golden {a['n_accepted'].mean():.2f}" in text
         assert f"; first difference in {place}\n" in text
-        assert f"error   sequence 's0': {place} [rounds.bonus]\n" in text
+        assert f"error   sequence 's0': {place} [rounds.bonus] (hint: tree)\n" in text
 
     def test_rounds_that_are_not_compared(self):
         golden, run = round_pair(sequences=1, steps=24)
