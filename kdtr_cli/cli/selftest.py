@@ -79,7 +79,7 @@ def _gate(ctx: click.Context, text: str) -> JudgeOptions:
     parsed = diff_command.make_context("kdtr diff", [*words, "GOLDEN", "RUN"], **asked)
     given = [name for name in parsed.params if parsed.get_parameter_source(name) is ParameterSource.COMMANDLINE]
     for name in given:
-        if name not in (*(rule for rule in RULES if rule not in _OF_A_GOLDEN), "golden", "run"):
+        if name not in (*(rule for rule in RULES if rule not in _OF_A_GOLDEN), "rule", "golden", "run"):
             option = "--format" if name == "form" else f"--{name.replace('_', '-')}"
             raise InputError(f"--gate {text!r}: {option} is no tolerance; give it to kdtr diff alone")
     return replace(judge_options(parsed), **dict.fromkeys(_OF_A_GOLDEN))

@@ -10,17 +10,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kdtr_cli.bundle.reader import open_bundle
 from kdtr_cli.engine.devices import Device, open_device
 from kdtr_cli.errors import DeviceError, InputError, KdtrError
 from kdtr_cli.model.presets import write_model
+from kdtr_cli.model.traces import trace_tensors
 from kdtr_cli.parity.results import Report
-from kdtr_cli.parity.tolerances import JudgeOptions
+from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.workflows.decode import Job
 from kdtr_cli.workflows.diff import diff
-from kdtr_cli.workflows.run import RunOptions, make_run, run_changed
+from kdtr_cli.workflows.run import RunOptions, embedded_config, make_run, run_changed
 from kdtr_cli.workflows.selftest_goldens import DRAFTER, GOLDENS, make_selftest_golden
 from kdtr_cli.workflows.selftest_outputs import rewrite
 from kdtr_cli.workflows.selftest_report import BaselineRow, SabotageRow, SelftestReport
@@ -114,7 +116,6 @@ class _Bench:
 
     def __init__(self, folder: Path, options: SelftestOptions) -> None:
         self.folder, self.options = folder, options
-        self.judge = options.gate or JudgeOptions()
         self.device = ""
 
     def baseline(self, golden: str) -> BaselineRow:
@@ -124,7 +125,7 @@ class _Bench:
             make_selftest_golden(golden, self.folder)
             summary = make_run(self._run_options(golden, self._healthy(golden)))
             self.device = summary.device["device"]
-            report = diff(self._golden(golden), self._healthy(golden), self.judge)
+            report = self._judge(golden, self._healthy(golden))
         return BaselineRow(
             golden, GOLDENS[golden].brings, report.verdict.value, int(report.exit_code), time.monotonic() - begin
         )
@@ -138,7 +139,7 @@ class _Bench:
                 rewrite(self._healthy(sabotage.golden), run, sabotage.output)
             else:
                 self._run(name, sabotage, run, device)
-            report = diff(self._golden(sabotage.golden), run, self.judge)
+            report = self._judge(sabotage.golden, run)
         return SabotageRow(
             name=name,
             what=sabotage.what,
@@ -167,6 +168,16 @@ class _Bench:
         opened = device.result() if device is not None else open_device(self.options.device)
         run_changed(opened, options, sabotage.job or _as_it_is)
 
+    def _judge(self, golden: str, run: Path) -> Report:
+        options = self.options.gate or JudgeOptions()
+        if options.rules:
+            # rules are made for the user's tensors; one that holds for none here would be a mistake in `kdtr diff`
+            with open_bundle(self._golden(golden)) as bundle:
+                tensors = trace_tensors(embedded_config(bundle, bundle.path), "full")
+            names = {"logits", *(tensor.name for tensor in tensors)}
+            options = replace(options, rules=_that_hold(options.rules, names))
+        return diff(self._golden(golden), run, options)
+
     def _run_options(self, golden: str, run: Path, **more: object) -> RunOptions:
         drafting = GOLDENS[golden].drafting
         if drafting is not None:
@@ -182,13 +193,25 @@ class _Bench:
         return self.folder / f"{golden}.run.h5"
 
 
+def _that_hold(rules: tuple[TensorRule, ...], names: set[str]) -> tuple[TensorRule, ...]:
+    """The rules that are the first to match one of the names."""
+    kept: list[TensorRule] = []
+    for rule in rules:
+        if any(rule.matches(name) and not any(other.matches(name) for other in kept) for name in names):
+            kept.append(rule)
+    return tuple(kept)
+
+
 def _as_it_is(job: Job) -> Job:
     return job
 
 
 def _hint(report: Report) -> str | None:
-    return next((f.hint for f in report.findings if getattr(f, "hint", None)), None)
+    """The first hint that says more than where."""
+    hints = [finding.hint for finding in report.findings if finding.hint is not None]
+    return next((hint for hint in hints if hint != "first-tensor"), hints[0] if hints else None)
 
 
 def _first_tensor(report: Report) -> str | None:
-    return None
+    traces = (sequence.trace for sequence in report.sequences)
+    return next((trace.first.name for trace in traces if trace is not None and trace.first is not None), None)

@@ -58,7 +58,7 @@ class SabotageRow:
         the user's own it is enough that it did not pass, since the verdict then depends on the tolerance."""
         if self.survived or self.gated:
             return not self.survived
-        return self.verdict == self.expected
+        return self.verdict == self.expected and self.hint in self.expected_hints
 
 
 @dataclass(frozen=True)

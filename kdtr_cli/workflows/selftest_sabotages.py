@@ -16,6 +16,8 @@ __all__ = ["SABOTAGES"]
 _ONE_ROW_APPEND, _ONE_ROW_QUERY = "(gridDim.x == 1)", "(gridDim.y == 1)"
 _VISIBLE = "return min(CHUNK, position + 1 - chunk * CHUNK);"
 _ANGLE = "(i64)positions[row] * half + i"
+#: A float rounded to bfloat16, halves up.
+_BF16 = "__uint_as_float((__float_as_uint({}) + 0x8000u) & 0xffff0000u)"
 
 SABOTAGES: dict[str, Sabotage] = {
     # ---- the router
@@ -57,15 +59,29 @@ SABOTAGES: dict[str, Sabotage] = {
         ),
     ),
     "bf16-router": Sabotage(
-        "router scores and biases rounded to bfloat16",
+        "router logits rounded to bfloat16",
         "sglang PR #37133, vllm PR #23640",
         "offset",
-        ("router-precision", "router-choice"),
+        ("router-precision",),
+        edits=(
+            # of this model's products without heads the router's alone has 16 outputs
+            Edit(
+                "matmul_bf16.cu",
+                "y[at] = residual ? residual[at] + dot : dot;",
+                f"y[at] = residual ? residual[at] + dot : n == 16 && gridDim.z == 1 ? {_BF16.format('dot')} : dot;",
+            ),
+        ),
+    ),
+    "bf16-bias": Sabotage(
+        "scores and biases added in bfloat16",
+        "sglang #31213, vllm PR #14027",
+        "offset",
+        ("router-choice",),
         edits=(
             Edit(
                 "router.cu",
                 "choice[i] = bias ? score[i] + bias[i] : score[i];",
-                "choice[i] = __uint_as_float((__float_as_uint(score[i] + bias[i]) + 0x8000u) & 0xffff0000u);",
+                f"choice[i] = {_BF16.format('score[i] + bias[i]')};",
             ),
         ),
     ),
@@ -104,7 +120,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "the shared expert scaled by 0.4",
         "sglang PR #28237",
         "groups",
-        ("constant-scale", "first-tensor"),
+        ("constant-scale",),
         edits=(Edit("combine.cu", "sum + shared[row * n + i]", "sum + 0.4f * shared[row * n + i]"),),
     ),
     "int4-nibbles": Sabotage(
@@ -132,7 +148,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "scores scaled by 1/sqrt of the nope width alone",
         "maxtext #1370",
         "groups",
-        ("yarn-scale", "first-tensor"),
+        ("yarn-scale",),
         job=jobs.other_scale(lambda c: c.softmax_scale() * (c.qk_head_dim / c.qk_nope_head_dim) ** 0.5),
         place="config",
     ),
@@ -169,7 +185,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "decode goes on from the prompt's last position instead of the next",
         "",
         "border",
-        ("prefill-decode",),
+        ("position",),
         edits=(
             Edit("kv_append.cu", _ANGLE, f"((i64)positions[row] - {_ONE_ROW_APPEND}) * half + i"),
             Edit("rope_query.cu", _ANGLE, f"((i64)positions[row] - {_ONE_ROW_QUERY}) * half + i"),
@@ -244,7 +260,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "a tree node's key rotated by its index, not its depth",
         "lablup/mlxcel PR #1214",
         "tree",
-        ("position", "tree", "cache"),
+        ("tree", "position"),
         edits=(Edit("kv_append.cu", _ANGLE, "(i64)places[row] * half + i"),),
     ),
     "cache-prefix": Sabotage(
@@ -305,7 +321,7 @@ SABOTAGES: dict[str, Sabotage] = {
         "the logits of the step before",
         "KernelBench #165",
         "groups",
-        ("first-tensor", "output"),
+        ("prefill-decode",),
         output=outputs.one_step_late,
         place="logits",
     ),

@@ -33,9 +33,24 @@ class TestWhole:
         assert [row["name"] for row in document["rows"]] == list(SABOTAGES)
         assert {row["golden"] for row in document["goldens"]} == set(GOLDENS)
         assert {row["verdict"] for row in document["goldens"]} == {"IDENTICAL"}
-        assert {(row["name"], row["verdict"]) for row in document["rows"]} == {
-            (name, s.verdict.value) for name, s in SABOTAGES.items()
-        }
+        for row in document["rows"]:
+            sabotage = SABOTAGES[row["name"]]
+            assert (row["verdict"], row["hint"] in sabotage.hints) == (sabotage.verdict.value, True)
+            assert (row["killed"], row["survived"]) == (True, False)
+
+    def test_the_first_tensor_is_where_the_bug_is(self, whole):
+        first = {row["name"]: row["first_tensor"] for row in json.loads(whole.stdout)["rows"]}
+        for name, tensor in {
+            "biased-weights": "model.layers.1.mlp.expert_weights",
+            "mask-zero": "model.layers.1.mlp.expert_ids",
+            "bf16-router": "model.layers.1.mlp.router_logits",
+            "swapped-expert": "model.layers.1.mlp.moe_out",
+            "latent-norm": "model.layers.0.self_attn.kv_latent",
+            "rope-layout": "model.layers.0.self_attn.k_rope",
+            "mscale-missing": "model.layers.0.self_attn.attn_out",
+            "argmax-tie": None,
+        }.items():
+            assert first[name] == tensor
 
     def test_the_document_keeps_to_its_schema(self, whole):
         Draft202012Validator.check_schema(SCHEMA)

@@ -10,6 +10,8 @@ from kdtr_cli.engine.compile import compile_cubin, source_text
 from kdtr_cli.engine.kernels import sources
 from kdtr_cli.errors import DeviceError, Exit, InputError
 from kdtr_cli.model.presets import PRESETS
+from kdtr_cli.parity.hints import HINTS
+from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.parity.verdicts import Verdict
 from kdtr_cli.workflows import selftest as workflow
 from kdtr_cli.workflows import selftest_goldens as goldens
@@ -38,7 +40,12 @@ class TestSabotages:
         assert sabotage.where
         assert sabotage.golden in GOLDENS
         assert sabotage.hints
+        assert set(sabotage.hints) <= set(HINTS)
         assert sabotage.verdict not in (Verdict.IDENTICAL, Verdict.PASS)
+
+    def test_every_hint_is_demanded_by_one(self):
+        # constant-scale of what is no scale, say, would show in a hint that no sabotage asks for
+        assert {hint for s in SABOTAGES.values() for hint in s.hints} == set(HINTS)
 
     def test_there_are_enough_on_every_golden(self):
         assert len(SABOTAGES) >= 24
@@ -164,8 +171,9 @@ class TestReport:
         assert report.line == "FAIL selftest killed=1/2 false_red=0/2 survivors=b"
         assert (report.survivors[0].name, report.misnamed) == ("b", [])
 
-    def test_another_verdict_is_no_kill(self):
-        report = self.report(self.row(verdict="INVALID", exit_code=2), self.row(name="b"))
+    @pytest.mark.parametrize("change", [{"verdict": "INVALID", "exit_code": 2}, {"hint": "tree"}, {"hint": None}])
+    def test_another_verdict_or_another_hint_is_no_kill(self, change):
+        report = self.report(self.row(**change), self.row(name="b"))
         assert report.exit_code == Exit.DIFFERS
         assert report.line == "FAIL selftest killed=1/2 false_red=0/2 misnamed=a"
 
@@ -205,6 +213,21 @@ def test_a_failing_engine_is_named_and_no_verdict():
     sabotage = Sabotage("", "", "border", ("nonfinite",), edits=edits)
     with pytest.raises(DeviceError, match=r"^mine: .*not finite"):
         selftest(SelftestOptions(), sabotages={"mine": sabotage})
+
+
+def test_rules_of_tensors_that_are_not_here_play_no_part():
+    """They are made for the user's model; here they would be refused as rules that hold for nothing."""
+    rules = (
+        TensorRule("*.hidden", atol=1e9),
+        TensorRule("*.layers.60.hidden", atol=1.0),
+        TensorRule("*.k_rope", atol=0.0),
+    )
+    report = selftest(
+        SelftestOptions(only=("latent-norm",), gate=JudgeOptions(atol=1e9, allow_loose=True, rules=rules))
+    )
+    (row,) = report.rows
+    # the rule for k_rope holds: the first key that comes of another hidden state
+    assert (row.first_tensor, report.false_red) == ("model.layers.1.self_attn.k_rope", [])
 
 
 def test_one_that_changes_nothing_survives():
