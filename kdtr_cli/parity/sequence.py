@@ -11,7 +11,7 @@ import numpy as np
 from kdtr_cli.parity.detail import describe_step, is_tie
 from kdtr_cli.parity.evidence import EvidenceSequence, Logits, ModelFacts
 from kdtr_cli.parity.findings import SequenceFindings
-from kdtr_cli.parity.hints import diagnose_logits
+from kdtr_cli.parity.hints import ROUND_HINTS, diagnose_logits
 from kdtr_cli.parity.judge_rounds import RoundTerms, judge_rounds
 from kdtr_cli.parity.judge_traces import judge_traces
 from kdtr_cli.parity.logits import compare_logits, missing_logits
@@ -93,6 +93,8 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
             findings.add("sequence.empty", "there is no token to compare", Verdict.INCONCLUSIVE)
     strict = terms.tolerance.is_zero
     rounds = judge_rounds(findings, golden, run, RoundTerms(terms.rounds, strict, limit, first_difference, whole))
+    if any(f.hint in ROUND_HINTS for f in findings.items):
+        findings.drop_hint("sampler")  # the logits agree with another path's
     # float64 and BLAS logits can't have the bits of an engine: where they chose the tokens, IDENTICAL is not to be had
     every_bit = (
         terms.reference == BIT_REFERENCE

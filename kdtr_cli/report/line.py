@@ -63,7 +63,7 @@ def _further(report: Report) -> list[tuple[str, object]]:
     if t.extra:
         pairs.append(("extra", t.extra))
     if t.first_tensor is not None:
-        pairs.append(("first_tensor", ":".join(map(str, t.first_tensor))))
+        pairs.append(("first_tensor", safe(":".join(map(str, t.first_tensor)))))
     return pairs
 
 

@@ -96,7 +96,8 @@ def _rule(tolerance: Tolerance) -> str:
 
 
 def _tensor_rule(rule: TensorRule) -> str:
-    bounds = [f"{n} {getattr(rule, n):g}" for n in ("atol", "rtol", "max_ulp") if getattr(rule, n) is not None]
+    bounds = [f"{n} {getattr(rule, n):g}" for n in ("atol", "rtol") if getattr(rule, n) is not None]
+    bounds += [f"max_ulp {rule.max_ulp}"] if rule.max_ulp is not None else []
     return f"{safe(rule.tensor)}: {', '.join(bounds)} ({safe(rule.origin)})"
 
 
@@ -169,20 +170,18 @@ def _tau(mean: float | None) -> str:
 
 
 def _trace(r: TraceResult, prompt: int) -> Iterator[str]:
-    equal = sum(t.rows_identical == t.rows for t in r.tensors)
-    rows = max((t.rows for t in r.tensors), default=0)
-    yield f"  trace {equal} of {len(r.tensors)} tensors identical, at {rows} positions"
+    yield f"  trace {r.identical} of {r.compared} tensors identical"
     if r.first is None:
         return
     yield f"    {'step':>5} {'position':>9} {'rows out':>10} {'max abs':>10} {'nmse':>10}  tensor"
-    after = r.tensors[r.tensors.index(r.first) :]
-    shown = [t for t in after if t.rows_out][:MAX_TENSORS]
+    out = [t for t in r.tensors if t.rows_out]
+    shown = out[out.index(r.first) :][:MAX_TENSORS]
     for t in shown:
         worst, nmse = ("-" if v is None else f"{v:.3e}" for v in (t.max_abs, t.nmse))
         hint = f"  <- {r.hint}" if t is r.first and r.hint else ""
         figures = f"{f'{t.rows_out}/{t.rows}':>10} {worst:>10} {nmse:>10}"
         yield f"    {step_of(t.first_row, prompt):>5} {t.first_row:>9} {figures}  {safe(t.name)}{hint}"
-    if more := sum(t.rows_out > 0 for t in r.tensors) - len(shown):
+    if more := len(out) - len(shown):
         yield f"    and {more} more tensors out of tolerance"
 
 

@@ -12,16 +12,20 @@ from kdtr_cli.model.rope import inv_freq
 from kdtr_cli.model.yarn import get_mscale
 from kdtr_cli.parity.evidence import ModelFacts
 
-__all__ = ["model_facts"]
+__all__ = ["facts_of", "model_facts"]
 
 
 def model_facts(bundle: Bundle) -> ModelFacts | None:
     """None where the config is not one that kdtr knows: a diagnosis says less then."""
     try:
-        config = parse_config(json.loads(bundle.config_text), where=f"{bundle.path} /model/config")
-        return ModelFacts(_constants(config), np.asarray(inv_freq(config), np.float64))
+        return facts_of(parse_config(json.loads(bundle.config_text), where=f"{bundle.path} /model/config"))
     except (InputError, ValueError, ArithmeticError):
         return None
+
+
+def facts_of(config: ModelConfig) -> ModelFacts:
+    """The facts of a config."""
+    return ModelFacts(_constants(config), np.asarray(inv_freq(config), np.float64))
 
 
 def _constants(c: ModelConfig) -> dict[str, float]:

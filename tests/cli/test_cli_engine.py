@@ -196,6 +196,7 @@ class TestRefused:
             (("--engine", "command:x", "--batch", 2), "--batch is"),
             (("--engine", "command:x", "--block-size", 4), "--block-size is"),
             (("--engine", "command:x", "--jobs", 2), "--jobs is"),
+            (("--engine", "command:x", "--trace", "full"), "--trace is"),
             (("--timeout", 3), "--timeout goes with --engine"),
             (("--inputs", "hdf5"), "--inputs goes with --engine"),
             (("--tier", "bf16"), "--tier bf16"),

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity_cases import Side, golden_side, make_tie, perturb, run_side
+from trace_cases import noise as noisy
+from trace_cases import traced_pair
 
 from kdtr_cli.parity import combine as module
 from kdtr_cli.parity.combine import Combined
@@ -225,3 +227,19 @@ class TestBounds:
         combined.add(judge(golden.evidence(), run_side(golden).evidence()), 7)
         totals = combined.report("a", "b").totals
         assert (totals.sequences, totals.sequences_available, totals.exact) == (2, 9, True)
+
+
+def test_of_traces_the_first_tensors_that_are_out_are_kept():
+    golden, run = traced_pair()
+    combined = Combined()
+    combined.add(judge(golden.evidence(), run.evidence(), JudgeOptions()), 0)
+    names = [n for n, a in run.one.trace.items() if a.dtype.kind == "f"][3:]
+    for name in names:
+        run.one.trace[name] = noisy(run.one.trace[name])
+    whole = judge(golden.evidence(), run.evidence(), JudgeOptions())
+    combined.add(whole, 1)
+    equal, parted = (s.trace for s in combined.report("g", "r").sequences)
+    assert (equal.tensors, equal.all_bits, equal.identical) == ((), True, len(golden.one.trace))
+    assert [t.name for t in parted.tensors] == names[: module.MAX_TENSORS]
+    assert (parted.first, parted.hint, parted.all_bits) == (whole.sequences[0].trace.first, "first-tensor", False)
+    assert parted.identical == whole.sequences[0].trace.identical == len(golden.one.trace) - len(names)
