@@ -92,11 +92,13 @@ def _routers(config: ModelConfig) -> list[str]:
 
 
 def _large_biases(weights: Arrays, config: ModelConfig) -> None:
-    """Biases of +12: in the first layer of as many experts as are chosen, whose own scores may be tiny; else of all."""
+    """Biases of +12: in the first layer of as many experts as are chosen, whose own scores are tiny together; else of
+    all."""
     first, *others = _routers(config)
-    bias = weights[f"{first}.e_score_correction_bias"]
-    bias[: config.num_experts_per_tok] += 12
-    weights[f"{first}.weight"] *= 16
+    chosen = config.num_experts_per_tok
+    weights[f"{first}.e_score_correction_bias"][:chosen] += 12
+    logits = weights[f"{first}.weight"]
+    logits[:chosen] = logits[0] * np.linspace(16, 20, chosen, dtype=np.float32)[:, None]
     for router in others:
         weights[f"{router}.e_score_correction_bias"] += 12.6
 
@@ -177,8 +179,14 @@ def _several_groups(bundle: Bundle, config: ModelConfig) -> str | None:
 
 
 def _biases_are_large(bundle: Bundle, config: ModelConfig) -> str | None:
-    biases = [bundle.weight(f"{router}.e_score_correction_bias") for router in _routers(config)]
-    return None if min(b.max() for b in biases) > 11 else "no large biases"
+    routers = _routers(config)
+    if min(bundle.weight(f"{router}.e_score_correction_bias").max() for router in routers) < 11:
+        return "no large biases"
+    for sequence in bundle.sequences:
+        logits, ids = (sequence.array(f"trace/{routers[0][:-5]}.{name}") for name in ("router_logits", "expert_ids"))
+        if (np.take_along_axis(logits, ids, 1).max(axis=1) < -14).any():  # a score of 1e-6 and less
+            return None
+    return "no token whose experts all have tiny scores"
 
 
 def _has_ties(bundle: Bundle, config: ModelConfig) -> str | None:

@@ -8,6 +8,7 @@ from click.testing import CliRunner, Result
 from jsonschema import Draft202012Validator
 
 from kdtr_cli.cli.main import cli
+from kdtr_cli.errors import InputError
 from kdtr_cli.workflows.selftest_goldens import GOLDENS
 from kdtr_cli.workflows.selftest_sabotage import Edit, Sabotage
 from kdtr_cli.workflows.selftest_sabotages import SABOTAGES
@@ -110,9 +111,21 @@ class TestGate:
         made = kdtr("--gate", "", "--only", "shift", config=True)
         assert (made.exit_code, made.stderr) == (1, "")
         assert "survivors=shift " in made.stdout.splitlines()[-1]
-        assert kdtr("--gate", "--atol 1e-3", "--only", "shift", config=True).exit_code == 0
-        assert kdtr("--only", "shift", config=True).exit_code == 0  # without --gate: the gate as it is
-        assert kdtr("--gate", "", "--only", "shift").exit_code == 0  # --no-config
+        asked = []
+
+        def remember(options, progress):
+            asked.append(options.gate)
+            raise InputError("enough")
+
+        monkeypatch.setattr("kdtr_cli.cli.selftest.run_selftest", remember)
+        for args, config in ((("--gate", "--atol 1e-3"), True), ((), True), (("--gate", ""), False)):
+            assert kdtr(*args, config=config).exit_code == 2
+        won, without, plain = asked
+        assert (won.atol, won.allow_loose, won.steps, won.select) == (1e-3, True, None, None)
+        assert won.origin("atol") == "--atol, command line"
+        assert won.origin("allow_loose") == "--allow-loose, pyproject.toml"
+        assert without is None
+        assert (plain.atol, plain.allow_loose) == (None, False)
 
     @pytest.mark.parametrize(
         ("text", "said"),

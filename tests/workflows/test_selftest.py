@@ -94,6 +94,7 @@ class TestGoldens:
             ("groups", {"model": lambda _: goldens._preset("tiny")}),
             ("groups", {"model": lambda _: goldens._preset("tiny-groups", _positive_bias)}),
             ("offset", {"model": lambda _: goldens._preset("tiny")}),
+            ("offset", {"model": lambda _: goldens._preset("tiny", _far_biases)}),
             ("ties", {"model": lambda _: goldens._preset("tiny")}),
             ("border", {"prompts": (9, 5)}),
             ("border", {"prompts": (1,)}),
@@ -112,6 +113,11 @@ class TestGoldens:
     def test_a_preset_that_is_not_changed_is_the_preset(self):
         assert goldens._preset("tiny").weights.digests().used == goldens.open_model("tiny").weights.digests().used
         assert PRESETS["tiny"]["vocab_size"] == 512
+
+
+def _far_biases(weights, config):
+    for router in goldens._routers(config):
+        weights[f"{router}.e_score_correction_bias"] += 12.6
 
 
 def _positive_bias(weights, config):
