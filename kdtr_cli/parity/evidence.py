@@ -60,8 +60,8 @@ class Logits:
     top:K. `dataset_sha256` gives the *verified* SHA-256 of all rows (C order, little endian), where it is known:
     two sets of the same shape and dtype with equal digests are the same bits. `scan` begins one pass over the full rows
     that verifies them on the way, so that a file is read once. `top_counts` int32 [n]: how many of a row's top K are
-    there (None: all); what lies past a count is nothing. `uniform` is the value that an engine which knows nothing gives
-    every id.
+    there (None: all); what lies past a count is nothing. `uniform` is the value that an engine which knows nothing
+    gives every id.
     """
 
     n_rows: int
