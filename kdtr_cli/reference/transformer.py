@@ -127,6 +127,9 @@ class Model:
     A pass takes its rows in parts, and every part goes through a layer before the next layer's weights are touched: a
     weight that is not kept is read once a pass. Parts share weights and nothing else; each product is made for one
     part alone, so that the bits of a part, in float64 too, do not depend on the parts that it travels with.
+
+    ``inner``: observers are also told what stands between the tensors of a trace, so that the input and the output of
+    every operation are seen: of norms, of products as the engine groups them, of attention, of each routed expert.
     """
 
     def __init__(
@@ -137,8 +140,10 @@ class Model:
         positions: int,
         ops: ModuleType,
         weights_limit: int | None = None,
+        inner: bool = False,
     ) -> None:
         self.config, self.weights, self.ops, self.positions = config, weights, ops, positions
+        self.inner = inner
         self.packed = PackedWeights(weights, ops, weights_limit)
         self.latent_eps = choices.latent_eps(config.rms_norm_eps)
         if choices.rope_angles == "f64" and ops.cast(0).dtype == np.float64:
@@ -166,23 +171,42 @@ class Model:
         weight = self.packed.vector(f"{name}.weight")
         return [self.ops.rms_norm(x, weight, eps) for x in xs]
 
-    def _mlp(self, xs: Parts, name: str) -> Parts:
+    def _mlp(self, xs: Parts, name: str, keep: Callable[[Parts, Parts], None] | None = None) -> Parts:
+        """``keep`` is given gate and up side by side, [M, 2 I] of each part, and what swiglu makes of them, [M, I]."""
         gates, ups = self._linear(xs, f"{name}.gate_proj"), self._linear(xs, f"{name}.up_proj")
         hidden = [self.ops.swiglu(gate, up) for gate, up in zip(gates, ups, strict=True)]
+        if keep is not None:
+            keep([np.concatenate(pair, -1) for pair in zip(gates, ups, strict=True)], hidden)
         return self._linear(hidden, f"{name}.down_proj")
+
+    def _told_mlp(self, xs: Parts, name: str, tensors: str, observe: list[Observe]) -> Parts:
+        """``_mlp`` of a dense layer or of the shared experts; its inner tensors' names begin with ``tensors``."""
+
+        def keep(gate_ups: Parts, hidden: Parts) -> None:
+            _tell(observe, f"{tensors}gate_up", gate_ups)
+            _tell(observe, f"{tensors}swiglu", hidden)
+
+        return self._mlp(xs, name, keep if self.inner else None)
+
+    def _tell_inner(self, observe: list[Observe], name: str, values: Parts) -> None:
+        if self.inner:
+            _tell(observe, name, values)
 
     def _attention(
         self, xs: Parts, parts: list[Rows], cached: list[np.ndarray], name: str, observe: list[Observe]
     ) -> Parts:
         c = self.config
         if c.q_lora_rank is None:
-            qs = self._linear(xs, f"{name}q_proj")
+            firsts = qs = self._linear(xs, f"{name}q_proj")
         else:
-            latents = self._norm(self._linear(xs, f"{name}q_a_proj"), f"{name}q_a_layernorm", self.latent_eps)
+            firsts = self._linear(xs, f"{name}q_a_proj")
+            latents = self._norm(firsts, f"{name}q_a_layernorm", self.latent_eps)
             _tell(observe, f"{name}q_latent", latents)
             qs = self._linear(latents, f"{name}q_b_proj")
         _tell(observe, f"{name}q", qs)
         kvs = self._linear(xs, f"{name}kv_a_proj_with_mqa")
+        if self.inner:
+            _tell(observe, f"{name}qkv_a", [np.concatenate(pair, -1) for pair in zip(firsts, kvs, strict=True)])
         latents = self._norm([kv[:, : c.kv_lora_rank] for kv in kvs], f"{name}kv_a_layernorm", self.latent_eps)
         heads = self.packed.heads(f"{name}kv_b_proj.weight", c.num_attention_heads, c.qk_nope_head_dim)
         values = []
@@ -190,7 +214,14 @@ class Model:
             k_rope = self._rotated(kvs[i][:, c.kv_lora_rank :], rows)
             observe[i](f"{name}kv_latent", latents[i])
             observe[i](f"{name}k_rope", k_rope)
-            values.append(self._attend(qs[i], latents[i], k_rope, rows, cached, heads))
+            queries = self._queries(qs[i], rows, heads)
+            observe[i](f"{name}q_rope", queries[..., c.kv_lora_rank :].reshape(len(queries), -1))
+            outs = self._attend(queries, latents[i], k_rope, rows, cached)
+            if self.inner:
+                observe[i](f"{name}query", queries)
+                observe[i](f"{name}latent_out", outs)
+            values.append(np.concatenate([self.ops.linear(outs[:, h], w) for h, (_, w) in enumerate(heads)], -1))
+        self._tell_inner(observe, f"{name}values", values)
         ys = self._linear(values, f"{name}o_proj")
         _tell(observe, f"{name}attn_out", ys)
         return ys
@@ -200,24 +231,28 @@ class Model:
         cos, sin = (table[rows.positions].reshape(len(x), *[1] * (x.ndim - 2), -1) for table in (self.cos, self.sin))
         return self.ops.rotate(x, cos, sin, self.config.rope_interleave)
 
-    def _attend(
-        self,
-        q: np.ndarray,
-        kv_latent: np.ndarray,
-        k_rope: np.ndarray,
-        rows: Rows,
-        cached: list[np.ndarray],
-        heads: list[tuple[Any, Any]],
-    ) -> np.ndarray:
-        """One part's attention, its keys written to the cache -> [M, heads * v_head_dim]."""
-        c, ops = self.config, self.ops
+    def _queries(self, q: np.ndarray, rows: Rows, heads: list[tuple[Any, Any]]) -> np.ndarray:
+        """The absorbed queries [M, heads, latent_dim] of q [M, heads * qk_head_dim]: W_UK^T q_nope, then q rotated."""
+        c = self.config
         m, nope = len(q), c.qk_nope_head_dim
         q = q.reshape(m, c.num_attention_heads, c.qk_head_dim)
         query = np.empty((m, c.num_attention_heads, c.latent_dim), q.dtype)
         for h, (w_uk, _) in enumerate(heads):
-            query[:, h, : c.kv_lora_rank] = ops.linear(q[:, h, :nope], w_uk)
+            query[:, h, : c.kv_lora_rank] = self.ops.linear(q[:, h, :nope], w_uk)
         query[..., c.kv_lora_rank :] = self._rotated(q[..., nope:], rows)
-        out = np.empty((m, c.num_attention_heads, c.kv_lora_rank), q.dtype)
+        return query
+
+    def _attend(
+        self,
+        query: np.ndarray,
+        kv_latent: np.ndarray,
+        k_rope: np.ndarray,
+        rows: Rows,
+        cached: list[np.ndarray],
+    ) -> np.ndarray:
+        """One part's attention over the latents, its keys written to the cache -> [M, heads, latent]."""
+        c, ops = self.config, self.ops
+        out = np.empty((len(query), c.num_attention_heads, c.kv_lora_rank), query.dtype)
         places = rows.positions if rows.places is None else rows.places
         for slot, run in rows.runs():
             position, keys = rows.positions[run], cached[slot]
@@ -226,7 +261,7 @@ class Model:
             branches = rows.branches(run)
             seen = keys if branches else keys[: position[-1] + 1]
             out[run] = ops.attend(query[run], seen, position + 1, c.softmax_scale(), c.kv_lora_rank, branches)
-        return np.concatenate([ops.linear(out[:, h], w_uv) for h, (_, w_uv) in enumerate(heads)], -1)
+        return out
 
     def _experts(self, xs: Parts, name: str, observe: list[Observe]) -> Parts:
         c, ops = self.config, self.ops
@@ -239,9 +274,11 @@ class Model:
         _tell(observe, f"{name}.expert_weights", [weights for _, weights in routed])
         ys: Parts = []
         for wave in self._waves(xs):
-            ys += self._routed(xs[wave], routed[wave], name)
+            ys += self._routed(xs[wave], routed[wave], name, observe[wave])
         if c.n_shared_experts:
-            ys = [y + shared for y, shared in zip(ys, self._mlp(xs, f"{name}.shared_experts"), strict=True)]
+            outs = self._told_mlp(xs, f"{name}.shared_experts", f"{name}.shared_", observe)
+            self._tell_inner(observe, f"{name}.shared_out", outs)
+            ys = [y + out for y, out in zip(ys, outs, strict=True)]
         _tell(observe, f"{name}.moe_out", ys)
         return ys
 
@@ -256,15 +293,30 @@ class Model:
             size += len(x) * row
         yield slice(first, len(xs))
 
-    def _routed(self, xs: Parts, routed: list[tuple[np.ndarray, np.ndarray]], name: str) -> Parts:
+    def _routed(
+        self, xs: Parts, routed: list[tuple[np.ndarray, np.ndarray]], name: str, observe: list[Observe]
+    ) -> Parts:
         """The weighted sum of the routed experts; each expert's weights serve all parts."""
-        each = [np.empty((*ids.shape, x.shape[1]), x.dtype) for x, (ids, _) in zip(xs, routed, strict=True)]
+
+        def items(width: int) -> Parts:
+            return [np.empty((*ids.shape, width), x.dtype) for x, (ids, _) in zip(xs, routed, strict=True)]
+
+        each, width = items(self.config.hidden_size), self.config.moe_intermediate_size
+        gate_ups, products = (items(2 * width), items(width)) if self.inner else ([], [])
         for e in np.unique(np.concatenate([ids.reshape(-1) for ids, _ in routed])):
             where = [(i, *np.nonzero(ids == e)) for i, (ids, _) in enumerate(routed)]
             where = [(i, row, slot) for i, row, slot in where if len(row)]
-            outs = self._mlp([xs[i][row] for i, row, _ in where], f"{name}.experts.{e}")
+
+            def keep(wide: Parts, hidden: Parts, where: list = where) -> None:
+                for (i, row, slot), gate_up, product in zip(where, wide, hidden, strict=True):
+                    gate_ups[i][row, slot], products[i][row, slot] = gate_up, product
+
+            outs = self._mlp([xs[i][row] for i, row, _ in where], f"{name}.experts.{e}", keep if self.inner else None)
             for (i, row, slot), out in zip(where, outs, strict=True):
                 each[i][row, slot] = out
+        self._tell_inner(observe, f"{name}.experts_gate_up", gate_ups)
+        self._tell_inner(observe, f"{name}.experts_swiglu", products)
+        self._tell_inner(observe, f"{name}.experts_out", each)
         ys = []
         for x, (_, weights), outs in zip(xs, routed, each, strict=True):
             y = np.zeros_like(x)
@@ -292,10 +344,17 @@ class Model:
         c, name = self.config, f"model.layers.{i}"
         with np.errstate(all="ignore"):  # a value that is not finite is found by the observer, not by a warning
             xs = self._norm(hidden, f"{name}.input_layernorm", c.rms_norm_eps)
+            self._tell_inner(observe, f"{name}.input_norm", xs)
             ys = self._attention(xs, parts, cached, f"{name}.self_attn.", observe)
             hidden = [h + y for h, y in zip(hidden, ys, strict=True)]
+            self._tell_inner(observe, f"{name}.self_attn.hidden", hidden)
             xs = self._norm(hidden, f"{name}.post_attention_layernorm", c.rms_norm_eps)
-            ys = self._experts(xs, f"{name}.mlp", observe) if c.is_moe_layer(i) else self._mlp(xs, f"{name}.mlp")
+            self._tell_inner(observe, f"{name}.post_norm", xs)
+            if c.is_moe_layer(i):
+                ys = self._experts(xs, f"{name}.mlp", observe)
+            else:
+                ys = self._told_mlp(xs, f"{name}.mlp", f"{name}.mlp.", observe)
+                _tell(observe, f"{name}.mlp.mlp_out", ys)
             hidden = [h + y for h, y in zip(hidden, ys, strict=True)]
             _tell(observe, f"{name}.hidden", hidden)
             return hidden

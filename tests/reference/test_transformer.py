@@ -458,7 +458,7 @@ class TestOverflow:
             ("model.layers.0.self_attn.q_b_proj.weight", "model.layers.0.self_attn.q"),
             ("model.layers.1.self_attn.kv_a_proj_with_mqa.weight", "model.layers.1.self_attn.k_rope"),
             ("model.layers.0.self_attn.kv_b_proj.weight", "model.layers.0.self_attn.attn_out"),
-            ("model.layers.0.mlp.down_proj.weight", "model.layers.0.hidden"),
+            ("model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.mlp_out"),
             ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.router_logits"),
             ("model.layers.1.mlp.shared_experts.down_proj.weight", "model.layers.1.mlp.moe_out"),
             ("lm_head.weight", "logits"),
@@ -490,5 +490,5 @@ class TestOverflow:
         model = Model(config, Weights.from_arrays(arrays, config), Choices(), 64, exact)
         clean = Prompt("clean", np.array([1, 2, 3], np.int32), 0)
         dirty = Prompt("dirty", np.array([1, 2, 77, 3], np.int32), 1)
-        with pytest.raises(InputError, match="hidden is not finite in sequence 'dirty' at position 2:"):
+        with pytest.raises(InputError, match="mlp_out is not finite in sequence 'dirty' at position 2:"):
             generate(model, [clean, dirty], Decoding(1))
