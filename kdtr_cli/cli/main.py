@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, Lazy] = {
     "run": Lazy("kdtr_cli.cli.run:run", "Run a golden's prompts through the CUDA engine."),
     "diff": Lazy("kdtr_cli.cli.diff:diff", "Judge a run against its golden."),
     "probe": Lazy("kdtr_cli.cli.probe:probe", "Probe the engine's determinism on a golden's prompts."),
+    "bisect": Lazy("kdtr_cli.cli.bisect:bisect", "Find the faulty operation of the engine."),
     "merge": Lazy("kdtr_cli.cli.merge:merge", "Merge a sweep into one bundle."),
     "demo": Lazy("kdtr_cli.cli.demo:demo", "Show golden, run and diff on the built-in model."),
     "model": Lazy("kdtr_cli.cli.model:model", "Make or show a model folder."),
