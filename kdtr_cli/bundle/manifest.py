@@ -98,6 +98,7 @@ _KEYS: tuple[tuple[str, Any, str, bool, bool], ...] = (
     ("tier", _is_text, "text", True, False),
     ("logits", _is_text, "text", True, False),
     ("score", _is_bool, "true or false", False, False),
+    ("trace", _is_text, "text", False, False),
     ("run", _is_object, "an object", False, False),
     ("run/device", _is_text, "text", False, True),
     ("run/driver", _is_text, "text", False, True),

@@ -161,10 +161,18 @@ class SequenceData:
 # A rule is (dtype names, dimensions). A dimension is a number or a symbol: P prompt length, T tokens, V vocabulary,
 # K entries kept a row, R rounds, N tree nodes of all rounds without roots, Q = N + R, A accepted, L depth, any other
 # symbol free. A symbol has one value in a sequence; V has one in the bundle; K stands for each logits base on its own.
-Rule = tuple[tuple[str, ...], tuple[int | str, ...] | None]
+# S is the number of positions that were fed, P + T - 1 (P where T is 0).
+Rule = tuple[tuple[str, ...], tuple[int | str, ...]]
 
 _COMPONENT = r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"
-_TRACE = re.compile(rf"trace(?:/{_COMPONENT}){{1,5}}")
+# the names of kdtr_cli.model.traces: float tensors by the symbol of their width, and the one of integers
+_TRACE = re.compile(
+    r"trace/(?:(embed|final_norm)|model\.layers\.(?:0|[1-9][0-9]{0,3})\."
+    r"(hidden|self_attn\.(?:q_latent|q|kv_latent|k_rope|q_rope|attn_out)"
+    r"|mlp\.(?:router_logits|expert_ids|expert_weights|moe_out|mlp_out)))"
+)
+_HIDDEN = ("embed", "final_norm", "hidden", "self_attn.attn_out", "mlp.moe_out", "mlp.mlp_out")
+_SLOTS = ("mlp.expert_ids", "mlp.expert_weights")
 _LOGITS = re.compile(r"(prompt_logits|logits)/([a-z0-9]+?)(_top_ids|_top_values|_sha256)?")
 _WEIGHT = re.compile(_COMPONENT)
 
@@ -198,8 +206,8 @@ def array_rule(kind: str, path: str) -> Rule | None:
     """Dtypes and dimensions of the dataset at `path` inside a sequence of a `kind` bundle; None: no such name."""
     if path in _FIXED:
         return _FIXED[path]
-    if _TRACE.fullmatch(path):
-        return tuple(DTYPES), None
+    if (match := _TRACE.fullmatch(path)) is not None:
+        return _trace_rule(kind, match[1] or match[2])
     match = _LOGITS.fullmatch(path)
     if match is None:
         return None
@@ -215,6 +223,14 @@ def array_rule(kind: str, path: str) -> Rule | None:
         "_top_values": ((dtype,), (rows, kept)),
         "_sha256": (("uint8",), (rows, 32)),
     }[suffix]
+
+
+def _trace_rule(kind: str, name: str) -> Rule:
+    """A trace's tensor, its layer left out. Values are of the arithmetic that chose the tokens."""
+    width = "H" if name in _HIDDEN else "slots" if name in _SLOTS else name
+    if name == "mlp.expert_ids":
+        return ("int32",), ("S", width)
+    return ("float32", "float64") if kind == "golden" else ("float32",), ("S", width)
 
 
 def sequence_name(index: int) -> str:
@@ -269,10 +285,9 @@ def check_shapes(
         dtypes, dims = rule
         if dtype not in dtypes:
             raise SchemaError(f"{where}/{path} is {dtype}, not {' or '.join(dtypes)}")
-        if dims is not None:
-            _match_dims(f"{where}/{path}", shape, dims, known)
-        elif len(shape) > 8:
-            raise SchemaError(f"{where}/{path} has {len(shape)} dimensions; 8 are allowed")
+        _match_dims(f"{where}/{path}", shape, dims, known)
+        if path in ("prompt", "tokens"):
+            known["S"] = known["P"] + max(known.get("T", 0), 1) - 1
     if known["P"] == 0:
         raise SchemaError(f"{where}/prompt is empty")
     if "Q" in known and known["Q"] != known.get("N", 0) + known.get("R", 0):
@@ -301,12 +316,6 @@ def _check_tops(where: str, paths: Iterable[str]) -> None:
                 twin = path.removesuffix(one) + other
                 if twin not in paths:
                     raise SchemaError(f"{where}/{path} stands without {twin}")
-    names = set(paths)
-    for path in names:
-        parts = path.split("/")
-        for depth in range(1, len(parts)):
-            if "/".join(parts[:depth]) in names:
-                raise SchemaError(f"{where}/{path} lies below a dataset")
 
 
 def check_values(where: str, path: str, array: np.ndarray, vocab: int | None, n_tokens: int) -> None:

@@ -11,6 +11,7 @@ from kdtr_cli.cli.sweep_options import output_option, show_sweep, sweep_options,
 from kdtr_cli.ddtree.rounds import statistics
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.choices import Choices
+from kdtr_cli.model.traces import TRACE_LEVELS
 from kdtr_cli.workflows.golden import GoldenOptions, GoldenPlan, GoldenSummary, make_golden, plan_golden
 from kdtr_cli.workflows.golden_memory import available, parse_size, shown_size
 from kdtr_cli.workflows.golden_plan import shown_time
@@ -52,6 +53,7 @@ _BOTH = "exact,float64"
 @click.option("--no-exact", is_flag=True, help="The same as --arith float64.")
 @click.option("--logits", default="full", show_default=True, metavar="full|top:K|digest", help="What to keep of a row.")
 @click.option("--score", is_flag=True, help="Keep the logits of the prompt too.")
+@click.option("--trace", type=click.Choice(TRACE_LEVELS), help="Keep intermediate tensors: layers' outputs, or all.")
 @click.option(
     "--latent-norm-eps",
     type=click.Choice(("hf", "config")),
@@ -168,6 +170,8 @@ def show_plan(plan: GoldenPlan) -> None:
         f"memory={shown_size(plan.memory)}",
         f"time={shown_time(seconds)}",
     ]
+    if plan.trace:
+        parts.insert(-1, f"trace={shown_size(plan.trace)}")
     click.echo(" ".join(parts))
     there = available()
     if there is not None and plan.memory > there:

@@ -10,6 +10,7 @@ from kdtr_cli.cli.console import notes, progress
 from kdtr_cli.cli.sweep_options import output_option, show_sweep, sweep_options, wanted_sweep
 from kdtr_cli.ddtree.rounds import statistics
 from kdtr_cli.errors import InputError
+from kdtr_cli.model.traces import TRACE_LEVELS
 from kdtr_cli.workflows.engine_run import EngineRunOptions, make_engine_run
 from kdtr_cli.workflows.run import RunOptions, RunSummary, make_run
 from kdtr_cli.workflows.show import continuation
@@ -52,6 +53,7 @@ __all__ = ["run", "show_run"]
     type=click.Choice(("safetensors", "hdf5")),
     help="The file that --engine command reads.  [default: safetensors]",
 )
+@click.option("--trace", type=click.Choice(TRACE_LEVELS), help="Keep intermediate tensors: layers' outputs, or all.")
 @sweep_options
 @click.option("--force", is_flag=True, help="Overwrite the output.")
 def run(golden: Path, output: str, jobs: int | None, executor: str | None, **options: Any) -> None:
@@ -88,7 +90,7 @@ def run(golden: Path, output: str, jobs: int | None, executor: str | None, **opt
 
 #: Options of kdtr's own engine, each with the value that says nothing.
 _OWN = {"mode": "ar", "device": "auto", "drafter": None, "budget": None, "block_size": None, "batch": None}
-_OWN |= {"prefill": None, "--jobs": None, "--executor": None}
+_OWN |= {"prefill": None, "--jobs": None, "--executor": None, "trace": None}
 
 
 def _run_engine(golden: Path, output: str, options: dict[str, Any]) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 
 from kdtr_cli.engine.devices import Device, DeviceArray
 from kdtr_cli.engine.launch import Launcher
-from kdtr_cli.engine.transformer import Observe, Rows
+from kdtr_cli.engine.transformer import Observe, Rows, unobserved
 
-__all__ = ["Drafter", "NgramDrafter", "ReplayDrafter", "RoundState", "Sequence", "SyntheticDrafter", "no_taps"]
+__all__ = ["Drafter", "NgramDrafter", "ReplayDrafter", "RoundState", "Sequence", "SyntheticDrafter"]
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,6 @@ class Sequence:
     top_ids: np.ndarray | None = None  #: int32 [T, L, K]: a golden's marginals at every output position
     top_logps: np.ndarray | None = None  #: float32 [T, L, K]
     counts: np.ndarray | None = None  #: int32 [T, L]
-
-
-def no_taps(name: str, value: DeviceArray) -> None:
-    """The observer of a drafter that looks at no feature."""
 
 
 class Drafter(Protocol):
@@ -68,7 +64,7 @@ class Drafter(Protocol):
 class _Marginals:
     """The arrays that every drafter fills."""
 
-    tap = staticmethod(no_taps)
+    tap = staticmethod(unobserved)
 
     kernel = ""  #: the one kernel that drafts
 

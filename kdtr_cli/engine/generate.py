@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kdtr_cli.engine.devices import Device, DeviceArray
+from kdtr_cli.engine.recorder import Recorder, watching
 from kdtr_cli.engine.statistics import Statistics
-from kdtr_cli.engine.transformer import Observe, Rows, Transformer
+from kdtr_cli.engine.transformer import Observe, Rows, Transformer, unobserved
 from kdtr_cli.errors import DeviceError
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt
+from kdtr_cli.model.traces import Trace
 
 __all__ = ["Request", "blame", "generate", "prompt_rows"]
 
@@ -31,6 +33,7 @@ class _Running:
         self.tokens: list[int] = []
         self.logits = np.empty((self.steps, vocab), np.float32)
         self.prompt_logits: np.ndarray | None = None
+        self.trace: Trace | None = None
 
     def take(self, token: int, logits: np.ndarray, decoding: Decoding) -> str | None:
         """Record a chosen token; the reason to finish, if this was the last one."""
@@ -49,17 +52,24 @@ class _Running:
 
     def finished(self, reason: str) -> Generated:
         n = len(self.tokens)
-        return Generated(np.array(self.tokens, np.int32), self.logits[:n], self.prompt_logits, reason)
+        trace = None if self.trace is None else self.trace.finished(len(self.request.prompt.ids) + n - 1)
+        return Generated(np.array(self.tokens, np.int32), self.logits[:n], self.prompt_logits, reason, trace)
 
 
 class _Session:
     """Device state of a decoding session and its mirror on the host."""
 
     def __init__(
-        self, model: Transformer, decoding: Decoding, batch: int, prefill: int, statistics: Statistics | None
+        self,
+        model: Transformer,
+        decoding: Decoding,
+        batch: int,
+        prefill: int,
+        statistics: Statistics | None,
+        recorder: Recorder | None,
     ) -> None:
         self.model, self.decoding, self.statistics = model, decoding, statistics
-        self.device = model.device
+        self.device, self.recorder = model.device, recorder
 
         def ints(name: str, n: int) -> DeviceArray:
             return self.device.upload(name, np.zeros(n, np.int32))
@@ -90,9 +100,13 @@ class _Session:
         ids, vocab = sequence.request.prompt.ids, self.model.config.vocab_size
         if keep_prompt_logits:
             sequence.prompt_logits = np.empty((len(ids), vocab), np.float32)
+        if self.recorder is not None:
+            sequence.trace = self.recorder.trace(len(ids) + sequence.steps - 1)
         for first in range(0, len(ids), self.prefill):
             rows = prompt_rows(self.device, self.prefill_rows, slot, ids, first, self.prefill)
-            self.model.forward(rows, first + rows.tokens.size)
+            self.model.forward(rows, first + rows.tokens.size, watching(unobserved, self.recorder, rows))
+            if self.recorder is not None:
+                self.recorder.keep(sequence.trace, np.arange(rows.tokens.size), first)
             if self.statistics is not None:
                 self.statistics.prefill_passes += 1
             if keep_prompt_logits:
@@ -130,7 +144,7 @@ class _Session:
             self.device.write(array, values)
 
     def _step(self) -> None:
-        self.model.forward(self.rows, self.model.capacity)
+        self.model.forward(self.rows, self.model.capacity, watching(unobserved, self.recorder, self.rows))
         self.model.head(0, self.batch)
         self.model.choose(
             self.rows,
@@ -146,9 +160,11 @@ class _Session:
         """One replay for all slots; (slot, reason to finish or None) of each running sequence."""
         if self.stale:
             self.write_state()
-        if self.graph is None:
-            self.graph = self.device.capture(self._step)
-        self.graph.replay()
+        if self.recorder is not None:
+            self._step()
+        else:
+            self.graph = self.graph or self.device.capture(self._step)
+            self.graph.replay()
         chosen, bad = self.device.read(self.chosen), self.device.read(self.bad)
         logits = self.device.read(self.model.logits.view(0, (self.batch, self.model.config.vocab_size)))
         for slot, sequence in enumerate(self.running):
@@ -161,6 +177,8 @@ class _Session:
         for slot, sequence in enumerate(self.running):
             if sequence is None:
                 continue
+            if self.recorder is not None:
+                self.recorder.keep(sequence.trace, np.array([slot]), int(self.positions[slot]))
             reason = sequence.take(int(chosen[slot]), logits[slot], self.decoding)
             self.positions[slot] += 1
             self.tokens[slot] = sequence.next_token()
@@ -240,14 +258,16 @@ def generate(
     prefill: int,
     keep_prompt_logits: bool = False,
     statistics: Statistics | None = None,
+    trace: str | None = None,
 ) -> Iterator[tuple[int, Generated]]:
     """Decode all requests, ``batch`` at a time; yields (index, result) as sequences end.
 
     A waiting prompt takes a slot as soon as one is free. ``prefill`` rows of a prompt are fed at a time. Neither number
-    changes a bit of any result. ``statistics`` counts along. DeviceError, naming the first tensor, when something is
-    not finite.
+    changes a bit of any result. ``statistics`` counts along; with a ``trace`` level results carry their trace, and the
+    steps are not captured. DeviceError, naming the first tensor, when something is not finite.
     """
-    session = _Session(model, decoding, batch, prefill, statistics)
+    recorder = None if trace is None else Recorder(model, trace)
+    session = _Session(model, decoding, batch, prefill, statistics, recorder)
     waiting = list(enumerate(requests))[::-1]
     while waiting or any(session.running):
         ended = []

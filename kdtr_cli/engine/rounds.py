@@ -15,10 +15,12 @@ from kdtr_cli.engine.devices import DeviceArray
 from kdtr_cli.engine.drafters import Drafter, RoundState, Sequence
 from kdtr_cli.engine.generate import Request, blame, prompt_rows
 from kdtr_cli.engine.launch import Launcher
+from kdtr_cli.engine.recorder import Recorder, watching
 from kdtr_cli.engine.statistics import Statistics
 from kdtr_cli.engine.transformer import Rows, Transformer, TreeRows
 from kdtr_cli.errors import DeviceError
 from kdtr_cli.model.prompts import Decoding, Generated
+from kdtr_cli.model.traces import Trace
 
 __all__ = ["generate_rounds"]
 
@@ -31,6 +33,7 @@ class _Running:
         self.tokens: list[int] = []
         self.logits = np.empty((steps, vocab), np.float32)
         self.prompt_logits: np.ndarray | None = None
+        self.trace: Trace | None = None
         self.rounds: list[Round] = []
         self.reason: str | None = None
 
@@ -47,8 +50,9 @@ class _Running:
                 self.reason = "length"
 
     def finished(self) -> Generated:
-        n = len(self.tokens)
-        return Generated(np.array(self.tokens, np.int32), self.logits[:n], self.prompt_logits, self.reason or "length")
+        n, reason = len(self.tokens), self.reason or "length"
+        trace = None if self.trace is None else self.trace.finished(len(self.request.prompt.ids) + n - 1)
+        return Generated(np.array(self.tokens, np.int32), self.logits[:n], self.prompt_logits, reason, trace)
 
 
 class _Session:
@@ -64,7 +68,9 @@ class _Session:
         budget: int,
         prefill: int,
         statistics: Statistics | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self.recorder = recorder
         self.model, self.drafter, self.decoding, self.statistics = model, drafter, decoding, statistics
         self.device, self.launch = model.device, Launcher(model.device)
         self.batch, self.budget, self.prefill = batch, budget, prefill
@@ -125,9 +131,13 @@ class _Session:
         self.drafter.admit(slot, known)
         if keep_prompt_logits:
             sequence.prompt_logits = np.empty((len(ids), vocab), np.float32)
+        if self.recorder is not None:
+            sequence.trace = self.recorder.trace(len(ids) + sequence.steps - 1)
         for first in range(0, len(ids), self.prefill):
             rows = prompt_rows(self.device, self.prefill_rows, slot, ids, first, self.prefill)
-            self.model.forward(rows, first + rows.tokens.size, self.drafter.tap)
+            self.model.forward(rows, first + rows.tokens.size, watching(self.drafter.tap, self.recorder, rows))
+            if self.recorder is not None:
+                self.recorder.keep(sequence.trace, np.arange(rows.tokens.size), first)
             self.drafter.extend(rows)
             if self.statistics is not None:
                 self.statistics.prefill_passes += 1
@@ -212,7 +222,8 @@ class _Session:
             **tree,
             **shape,
         )
-        model.forward(self.rows, model.capacity, drafter.tap, tree=self._verify_rows())
+        verify = self._verify_rows()
+        model.forward(self.rows, model.capacity, watching(drafter.tap, self.recorder, self.rows, verify), tree=verify)
         model.head(0, self.rows.tokens.size)
         model.choose(
             self.rows,
@@ -252,9 +263,11 @@ class _Session:
 
     def step(self, record: Callable[["_Session", int, int, np.ndarray, int], Round] | None) -> list[int]:
         """One round of all slots; the slots whose sequences ended."""
-        if self.graph is None:
-            self.graph = self.device.capture(self._round)
-        self.graph.replay()
+        if self.recorder is not None:
+            self._round()
+        else:
+            self.graph = self.graph or self.device.capture(self._round)
+            self.graph.replay()
         seen = self._read_report()
         if self.statistics is not None:
             self.statistics.count(self.model.chosen_experts(self.rows.tokens.size), self._busy_rows())
@@ -272,6 +285,8 @@ class _Session:
                 self._blame(name)
             way = accepted[slot, : seen["n_accepted"][slot, 0]]
             logits = self._accepted_logits(slot, way)
+            if self.recorder is not None:  # the committed rows only, each at its position
+                self.recorder.keep(sequence.trace, slot * self.nodes + way, int(self.starts[slot]))
             if record is not None:
                 sequence.rounds.append(record(self, slot, int(self.starts[slot]), way, int(bonus[slot])))
             sequence.take([*tokens[slot, way[1:]].tolist(), int(bonus[slot])], logits, self.decoding)
@@ -347,15 +362,17 @@ def generate_rounds(
     record: bool = True,
     keep_prompt_logits: bool = False,
     statistics: Statistics | None = None,
+    trace: str | None = None,
 ) -> Iterator[tuple[int, Generated, list[Round], bytes | None]]:
     """Decode all requests by draft trees, ``batch`` at a time; yields (index, result, rounds, digest of the cache).
 
     The tokens and logits are those of autoregressive decoding, bit for bit, whatever the drafter proposes. Rounds and
     the digest of the committed cache (positions 0 .. P + T - 2) are taken only where ``record`` asks for them;
-    ``statistics`` counts along.
+    ``statistics`` counts along. With a ``trace`` level results carry their trace, and the rounds are not captured.
     """
     size = {"batch": batch, "budget": budget, "prefill": prefill}
-    session = _Session(model, drafter, decoding, statistics=statistics, **size)
+    watch = None if trace is None else Recorder(model, trace)
+    session = _Session(model, drafter, decoding, statistics=statistics, recorder=watch, **size)
     waiting = list(enumerate(requests))[::-1]
     recorder = _Session.record if record else None
     while waiting or any(session.running):

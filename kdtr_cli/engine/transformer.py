@@ -32,7 +32,7 @@ from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.rope import rope_table
 
-__all__ = ["Observe", "Rows", "Transformer", "TreeRows", "prefill_rows"]
+__all__ = ["Observe", "Rows", "Transformer", "TreeRows", "prefill_rows", "unobserved"]
 
 #: Called with the name and the device array of each intermediate tensor, the names of the NumPy model (those of its
 #: ``inner`` among them), after the launch that made it, or the few that read nothing of each other.
@@ -43,8 +43,8 @@ _PREFILL_ROWS = 64
 _PREFILL_SCRATCH = 1 << 29  # bytes of attention scratch that decide how many rows a prefill pass takes
 
 
-def _ignore(name: str, value: DeviceArray) -> None:
-    pass
+def unobserved(name: str, value: DeviceArray) -> None:
+    """The observer that looks at nothing."""
 
 
 def prefill_rows(config: ModelConfig, capacity: int) -> int:
@@ -295,7 +295,7 @@ class Transformer:
             n=hidden,
         )
 
-    def forward(self, rows: Rows, positions: int, observe: Observe = _ignore, tree: TreeRows | None = None) -> None:
+    def forward(self, rows: Rows, positions: int, observe: Observe = unobserved, tree: TreeRows | None = None) -> None:
         """Feed rows; leaves the final norm's output in ``normed`` [M, hidden].
 
         ``positions`` bounds the number of positions that any row of this pass sees; it sizes the attention grids, and

@@ -49,13 +49,15 @@ class Decoding:
 class Generated:
     """One decoded sequence: tokens int32 [T], their logits [T, V], the prompt's logits [P, V] if asked for.
 
-    Row t of the logits chose token t; ``finish_reason`` is "stop" (the last token is a stop id) or "length".
+    Row t of the logits chose token t; ``finish_reason`` is "stop" (the last token is a stop id) or "length". ``trace``:
+    the arrays trace/NAME of a bundle, where they were asked for.
     """
 
     tokens: np.ndarray
     logits: np.ndarray
     prompt_logits: np.ndarray | None
     finish_reason: str
+    trace: dict[str, np.ndarray] | None = None
 
 
 def check_prompts(prompts: list[Prompt], config: ModelConfig, steps: int) -> int:

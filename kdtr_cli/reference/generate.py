@@ -7,6 +7,7 @@ import numpy as np
 
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt
+from kdtr_cli.model.traces import Trace
 from kdtr_cli.reference.sampling import choose
 from kdtr_cli.reference.transformer import Cache, Model, Observe, Parts, Rows
 
@@ -97,7 +98,8 @@ class Decode:
 
     ``step`` passes are done: the prompts', then one for each token. ``hidden`` has the outputs of ``layer`` layers for
     each part of the pass under way, and is empty between passes. Of ``tokens`` int32 [B, steps] and ``logits`` B times
-    [steps, V] the first ``lengths[b]`` rows are made; ``prompt_logits`` is empty or has B times [P, V].
+    [steps, V] the first ``lengths[b]`` rows are made; ``prompt_logits`` is empty or has B times [P, V]; ``traces`` is
+    empty or has one a sequence, which passes write to.
     """
 
     cache: Cache
@@ -109,6 +111,7 @@ class Decode:
     step: int = 0
     layer: int = 0
     hidden: Parts = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
 
     def active(self) -> np.ndarray:
         """Sequences that the next pass feeds."""
@@ -171,6 +174,7 @@ def advance(
 ) -> None:
     """One layer of the pass under way; with the last one its logits and the next token of each sequence.
 
+    Intermediate tensors go into ``state.traces``, where there are any.
     InputError, naming the tensor, when the model's own arithmetic overflows.
     """
     starts = np.array([len(p.ids) for p in prompts])
@@ -182,8 +186,12 @@ def advance(
         parts = [Rows(state.tokens[active, state.step - 1], active.astype(np.int32), positions)]
     check = FiniteCheck(prompts)
     observe = check.of(parts)
+    if state.traces:
+        observe = [_recording(state.traces, rows, watch) for rows, watch in zip(parts, observe, strict=True)]
     if not state.hidden:
         state.layer, state.hidden = 0, [model.embed(rows.tokens) for rows in parts]
+        for watch, hidden in zip(observe, state.hidden, strict=True):
+            watch("embed", hidden)
     state.hidden = model.layer(state.layer, state.hidden, parts, state.cache.rows[state.layer], observe)
     state.layer += 1
     if state.layer < model.config.num_hidden_layers:
@@ -211,6 +219,17 @@ def advance(
     state.lengths[active] = state.step + 1
     state.stopped[active] = [decoding.stops(int(t)) for t in chosen]
     state.step, state.layer, state.hidden = state.step + 1, 0, []
+
+
+def _recording(traces: list[Trace], rows: Rows, watch: Observe) -> Observe:
+    """An observer of these rows that keeps what it sees, after another one has looked."""
+
+    def observe(name: str, value: np.ndarray) -> None:
+        watch(name, value)
+        for slot, run in rows.runs():
+            traces[slot].put(name, rows.positions[run], value[run])
+
+    return observe
 
 
 def generate(

@@ -42,6 +42,7 @@ class Job:
     prefill: int | None
     keep_prompt_logits: bool
     draft: Draft | None
+    trace: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def decode(
 
 def _results(transformer: Transformer, job: Job, prefill: int, statistics: Statistics) -> Iterator[tuple[int, Decoded]]:
     same = {"batch": job.batch, "prefill": prefill, "keep_prompt_logits": job.keep_prompt_logits}
-    same["statistics"] = statistics
+    same |= {"statistics": statistics, "trace": job.trace}
     if job.draft is None:
         for index, result in generate(transformer, job.requests, job.decoding, **same):
             yield index, Decoded(result, [], None)

@@ -20,7 +20,7 @@ from kdtr_cli.reference.arith import CONTRACT_VERSION
 from kdtr_cli.reference.transformer import Model as NumpyModel
 from kdtr_cli.workflows.drafting import drafting_manifest
 from kdtr_cli.workflows.golden_groups import GroupOptions, MadeSequence, Tick, make_group, pack_group, unpack_group
-from kdtr_cli.workflows.golden_memory import Budget, make_budget
+from kdtr_cli.workflows.golden_memory import Budget, check_trace, make_budget
 from kdtr_cli.workflows.golden_plan import NOMINAL, Costs, PlanLine, Rates, calibrate, plan_lines
 from kdtr_cli.workflows.golden_rounds import Drafting, DraftOptions, open_drafting
 from kdtr_cli.workflows.golden_state import SavedWork
@@ -57,6 +57,7 @@ class GoldenOptions:
     drafting: DraftOptions | None = None
     memory_limit: int | None = None
     chat: bool = False
+    trace: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,25 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
 
 
 def golden_budget(options: GoldenOptions, model: Model, prompts: list[Prompt]) -> Budget:
-    """How the prompts are grouped and how much of the weights is kept."""
-    return make_budget(
-        options.memory_limit, model.config, prompts, options.steps, score=options.score, exact=options.exact
+    """How the prompts are grouped and how much of the weights is kept. InputError where a trace doesn't fit."""
+    budget = make_budget(
+        options.memory_limit,
+        model.config,
+        prompts,
+        options.steps,
+        score=options.score,
+        exact=options.exact,
+        trace=options.trace,
     )
+    for group in budget.groups:
+        check_trace(model.config, options.trace, *_trace_size(options, group))
+    return budget
+
+
+def _trace_size(options: GoldenOptions, prompts: list[Prompt]) -> tuple[int, int]:
+    """Positions of a trace of these prompts, and the bytes of a value."""
+    rows = sum(len(prompt.ids) + options.steps - 1 for prompt in prompts)
+    return rows, 4 if options.exact or options.single == "float32" else 8
 
 
 def _costs(options: GoldenOptions, model: Model, rates: Rates, budget: Budget) -> Costs:
@@ -141,13 +157,14 @@ def _costs(options: GoldenOptions, model: Model, rates: Rates, budget: Budget) -
 
 @dataclass(frozen=True)
 class GoldenPlan:
-    """What a golden would take. Bytes: as stored, packed in all arithmetics, and in memory at most."""
+    """What a golden would take. Bytes: as stored, packed in all arithmetics, in memory at most, and of its trace."""
 
     lines: list[PlanLine]
     budget: Budget
     stored_bytes: int
     packed_bytes: int
     memory: int
+    trace: int = 0
 
 
 def plan_golden(options: GoldenOptions) -> GoldenPlan:
@@ -165,6 +182,7 @@ def plan_golden(options: GoldenOptions) -> GoldenPlan:
         sum(model.weights.stored_nbytes(name) for name in model.weights.stored_names),
         packed,
         budget.working + (packed if budget.weights_limit is None else min(packed, budget.weights_limit)),
+        sum(check_trace(model.config, options.trace, *_trace_size(options, group)) for group in budget.groups),
     )
 
 
@@ -200,6 +218,7 @@ def _job(options: GoldenOptions, model: Model, prompts: list[Prompt]) -> dict[st
         "arithmetic": "exact" if options.exact else options.single,
         "logits": [options.logits, options.score],
         "choices": [options.choices.latent_norm_eps, options.choices.rope_angles],
+        "trace": options.trace,
         "memory limit": options.memory_limit,
     }
 
@@ -272,6 +291,8 @@ def prepare_golden(options: GoldenOptions, model: Model, positions: int) -> Prep
     )
     if options.chat:
         manifest["prompts"] = {"chat_template_sha256": load_chat_template(model.folder).sha256}
+    if options.trace is not None:
+        manifest["trace"] = options.trace
     if drafting is not None:
         manifest["decoding"]["mode"] = drafting.settings.mode
         manifest["drafting"] = drafting_manifest(drafting.spec, drafting.settings)
@@ -307,6 +328,7 @@ def write_golden(
         options.single,
         options.score,
         drafting,
+        options.trace,
     )
 
     def finished(number: int) -> list[MadeSequence]:

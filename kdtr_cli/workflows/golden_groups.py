@@ -7,6 +7,7 @@ import numpy as np
 
 from kdtr_cli.ddtree.rounds import Round
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt
+from kdtr_cli.model.traces import Trace
 from kdtr_cli.reference.generate import Scoring, advance, advance_scoring, begin, scored
 from kdtr_cli.reference.sampling import choose
 from kdtr_cli.reference.transformer import Model
@@ -23,7 +24,8 @@ Tick = Callable[[str, float], None]  #: called with what was done and the second
 @dataclass(frozen=True)
 class GroupOptions:
     """What all groups of a golden share. ``single``: the arithmetic where it isn't exact with float64;
-    ``form``: what is kept of a row of logits; ``score``: of prompts too."""
+    ``form``: what is kept of a row of logits; ``score``: of prompts too; ``trace``: the level of the trace, of what
+    decodes."""
 
     truth: Model
     reference: Model
@@ -33,6 +35,7 @@ class GroupOptions:
     single: str
     score: bool
     drafting: Drafting | None
+    trace: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ def make_group(
     layers = reference.config.num_hidden_layers
     lengths = [len(prompt.ids) for prompt in group]
     decode = begin(reference, group, decoding)
+    if options.trace is not None:
+        dtype = reference.ops.cast(0).dtype
+        rows = [length + decoding.steps - 1 for length in lengths]
+        decode.traces = [Trace(reference.config, options.trace, n, dtype) for n in rows]
     saved = work.state(number) if work else None
     scoring = unpack_state(saved, decode) if saved is not None else None
     while scoring is None and not decode.done():
@@ -91,6 +98,8 @@ def make_group(
     made = []
     for index, (prompt, result) in enumerate(zip(group, results, strict=True)):
         arrays, apart, parted = _arrays(options, prompt, result, real[index])
+        if options.trace is not None:
+            arrays |= decode.traces[index].finished(lengths[index] + len(result.tokens) - 1)
         rounds: list[Round] = []
         if drafted is not None:
             arrays |= drafted[index].arrays

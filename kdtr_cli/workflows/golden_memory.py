@@ -13,9 +13,10 @@ from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.prompts import Prompt
 from kdtr_cli.model.tensors import expected_tensors
+from kdtr_cli.model.traces import trace_bytes
 from kdtr_cli.model.weights import BLOCK_ELEMENTS
 
-__all__ = ["BATCH", "Budget", "available", "make_budget", "parse_size", "shown_size"]
+__all__ = ["BATCH", "Budget", "available", "check_trace", "make_budget", "parse_size", "shown_size"]
 
 BATCH = 32  #: sequences decoded together
 _GROUP_TOKENS = 8192  # and their prompts' tokens: bounds memory where no limit is given
@@ -71,7 +72,14 @@ def shown_size(size: float) -> str:
 
 
 def make_budget(
-    limit: int | None, config: ModelConfig, prompts: list[Prompt], steps: int, *, score: bool, exact: bool
+    limit: int | None,
+    config: ModelConfig,
+    prompts: list[Prompt],
+    steps: int,
+    *,
+    score: bool,
+    exact: bool,
+    trace: str | None = None,
 ) -> Budget:
     """Groups and kept weights under ``limit`` bytes for the whole process (None: as much as it takes).
 
@@ -81,7 +89,9 @@ def make_budget(
     fixed = _resident() + _pass_bytes(config, max(len(p.ids) for p in prompts) + steps)
 
     def size(prompt: Prompt) -> int:
-        return _sequence_bytes(config, len(prompt.ids), steps, score, exact)
+        # a trace is held until its group ends
+        traced = (len(prompt.ids) + steps) * trace_bytes(config, trace, 4 if exact else 8)
+        return _sequence_bytes(config, len(prompt.ids), steps, score, exact) + traced
 
     if limit is None:
         # without exact the count alone decides: the last bits of float64 depend on who decodes together
@@ -106,6 +116,17 @@ def available() -> int | None:
             return int(re.search(r"MemAvailable:\s+(\d+)", file.read())[1]) * 1024
     except (OSError, TypeError):
         return None
+
+
+def check_trace(config: ModelConfig, level: str | None, rows: int, itemsize: int = 4) -> int:
+    """Bytes of a trace of this many positions, held until it is written; InputError where they are not free."""
+    size, free = rows * trace_bytes(config, level, itemsize), available()
+    if free is not None and size > free:
+        raise InputError(
+            f"--trace {level}: {rows} positions of this model take {shown_size(size)} of memory, and "
+            f"{shown_size(free)} are free; trace fewer prompts or --steps, or --trace layers"
+        )
+    return size
 
 
 def _split(

@@ -236,6 +236,8 @@ def pack_state(decode: Decode, scoring: Scoring | None) -> dict[str, np.ndarray]
         arrays[f"logits/{slot}"] = logits[:made]
     for slot, logits in enumerate(decode.prompt_logits):
         arrays[f"prompt_logits/{slot}"] = logits
+    for slot, trace in enumerate(decode.traces):
+        arrays |= {f"trace/{slot}/{name}": array for name, array in trace.pack().items()}
     for part, hidden in enumerate((scoring or decode).hidden):
         arrays[f"hidden/{part}"] = hidden
     if scoring is None:
@@ -257,6 +259,9 @@ def unpack_state(arrays: Mapping[str, np.ndarray], decode: Decode) -> Scoring | 
     for slot, made in enumerate(decode.lengths):
         decode.logits[slot][:made] = arrays[f"logits/{slot}"]
     decode.prompt_logits = _numbered(arrays, "prompt_logits")
+    for slot, trace in enumerate(decode.traces):
+        inside = f"trace/{slot}/"
+        trace.unpack({name.removeprefix(inside): a for name, a in arrays.items() if name.startswith(inside)})
     if arrays["scoring"]:
         return Scoring(int(arrays["layer"]), _numbered(arrays, "hidden"))
     decode.layer, decode.hidden = int(arrays["layer"]), _numbered(arrays, "hidden")

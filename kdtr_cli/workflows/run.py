@@ -28,6 +28,7 @@ from kdtr_cli.model.source import Model, open_model
 from kdtr_cli.model.weights import Weights
 from kdtr_cli.workflows.decode import Decoded, Draft, Job, decode
 from kdtr_cli.workflows.drafting import draft_settings, drafting_manifest, parse_drafter
+from kdtr_cli.workflows.golden_memory import check_trace
 from kdtr_cli.workflows.manifest import common_manifest, logits_arrays
 
 __all__ = ["RunOptions", "RunSummary", "check_golden", "embedded_config", "golden_decoding", "make_job", "make_run"]
@@ -56,6 +57,7 @@ class RunOptions:
     budget: int | None = None
     block_size: int | None = None
     force: bool = False
+    trace: str | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def make_job(golden: Bundle, model: Model, options: RunOptions) -> Job:
         for s in golden.sequences
     ]
     positions = check_prompts([r.prompt for r in requests], model.config, decoding.steps)
+    check_trace(model.config, options.trace, sum(len(r.prompt.ids) + decoding.steps - 1 for r in requests))
     return Job(
         model=model,
         choices=_choices(golden.manifest["choices"]),
@@ -157,6 +160,7 @@ def make_job(golden: Bundle, model: Model, options: RunOptions) -> Job:
         prefill=options.prefill,
         keep_prompt_logits=bool(golden.manifest.get("score", False)),
         draft=_draft(golden, model, options),
+        trace=options.trace,
     )
 
 
@@ -209,6 +213,8 @@ def _manifest(golden: Bundle, job: Job, options: RunOptions) -> dict[str, Any]:
         score=job.keep_prompt_logits,
         embedded=False,
     )
+    if job.trace is not None:
+        manifest["trace"] = job.trace
     if job.draft is not None:
         manifest["decoding"]["mode"] = options.mode
         of = (made.get("drafting") or {}).get("drafter") if job.draft.spec.kind == "replay" else None
@@ -231,6 +237,7 @@ def _write(options: RunOptions, job: Job, manifest: dict[str, Any], results: lis
             arrays = logits_arrays("logits", "engine", made.logits, manifest["logits"])
             if made.prompt_logits is not None:
                 arrays |= logits_arrays("prompt_logits", "engine", made.prompt_logits, manifest["logits"])
+            arrays |= made.trace or {}
             if job.draft is not None:
                 settings = job.draft.settings
                 width = settings.width(job.model.config.vocab_size)

@@ -46,7 +46,7 @@ def make_manifest(**changes: Any) -> dict[str, Any]:
 
 
 def make_sequences(n_sequences: int = 2, n_tokens: int = 3, vocab: int = 37) -> list[SequenceData]:
-    """Sequences with logits, ties and a scalar trace; always the same."""
+    """Sequences with logits, ties and a trace; always the same."""
     rng = np.random.default_rng(7)
     return [
         SequenceData(
@@ -59,7 +59,7 @@ def make_sequences(n_sequences: int = 2, n_tokens: int = 3, vocab: int = 37) -> 
                 "logits/exact": rng.standard_normal((n_tokens, vocab)).astype(np.float32),
                 "logits/float64": rng.standard_normal((n_tokens, vocab)),
                 "ties": np.array([1], dtype=np.int32),
-                "trace/layer.0/norm": np.array(3.5, dtype=np.float32),
+                "trace/embed": np.full((4 + n_tokens, 2), 3.5, np.float32),
             },
         )
         for index in range(n_sequences)

@@ -27,6 +27,10 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
+def hidden(rows: int, width: int = 8) -> np.ndarray:
+    return np.zeros((rows, width), np.float32)
+
+
 def sequence(**changes) -> SequenceData:
     """A sequence of 3 tokens over a vocabulary of 37."""
     good = SequenceData("a", 0, ints(1, 2), ints(3, 4, 5), "length", {"logits/exact": np.zeros((3, 37), np.float32)})
@@ -73,11 +77,18 @@ BAD_SEQUENCES = {
     "logits of a run": ({"arrays": logits(engine=np.zeros((3, 37), np.float32))}, "golden bundle has no such"),
     "unknown array": ({"arrays": {"notes": ints(1)}}, "notes: a golden bundle has no such dataset"),
     "array outside": ({"arrays": {"../x": ints(1)}}, "no such dataset"),
-    "dot in a path": ({"arrays": {"trace/./x": ints(1)}}, "no such dataset"),
-    "text": ({"arrays": {"trace/x": np.array(["a"])}}, "can't be stored"),
-    "complex": ({"arrays": {"trace/x": np.zeros(2, complex)}}, "can't be stored"),
-    "objects": ({"arrays": {"trace/x": np.array([None])}}, "can't be stored"),
-    "array below an array": ({"arrays": {"trace/x": ints(1), "trace/x/y": ints(1)}}, "lies below a dataset"),
+    "dot in a path": ({"arrays": {"trace/./embed": ints(1)}}, "no such dataset"),
+    "text": ({"arrays": {"trace/embed": np.array(["a"])}}, "can't be stored"),
+    "complex": ({"arrays": {"trace/embed": np.zeros(2, complex)}}, "can't be stored"),
+    "objects": ({"arrays": {"trace/embed": np.array([None])}}, "can't be stored"),
+    "a tensor of no table": ({"arrays": {"trace/model.layers.0.self_attn.k": hidden(4)}}, "no such dataset"),
+    "a trace of too few rows": ({"arrays": {"trace/embed": hidden(3)}}, r"shape \[3, 8\], not \[4, "),
+    "a trace of two widths": (
+        {"arrays": {"trace/embed": hidden(4), "trace/final_norm": hidden(4, 9)}},
+        r"not \[4, 8\]",
+    ),
+    "a trace of integers": ({"arrays": {"trace/embed": hidden(4).astype(np.int32)}}, "embed is int32, not float32"),
+    "float ids": ({"arrays": {"trace/model.layers.0.mlp.expert_ids": hidden(4)}}, "ids is float32, not int32"),
     "ids without values": ({"arrays": logits(exact_top_ids=np.zeros((3, 2), np.int32))}, "stands without"),
     "short digest": ({"arrays": logits(exact_sha256=np.zeros((3, 31), np.uint8))}, r"not \[3, 32\]"),
     "unordered ties": ({"arrays": {"ties": ints(1, 0)}}, "ascending"),
@@ -302,7 +313,8 @@ def test_rules_of_paths():
         "trace",
     ]:
         assert array_rule("golden", path) is None
-    for path in ["logits/exact", "rounds/x", "", "trace/a//b", "trace/" + "a/" * 6 + "b"]:
+    assert array_rule("golden", "trace/final_norm") == (("float32", "float64"), ("S", "H"))
+    for path in ["logits/exact", "rounds/x", "", "trace/x", "trace/model.layers.01.hidden", "trace/embed/x"]:
         assert array_rule("run", path) is None
 
 

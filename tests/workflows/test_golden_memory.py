@@ -14,8 +14,9 @@ from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import parse_config
 from kdtr_cli.model.presets import PRESETS, new_weights
 from kdtr_cli.model.prompts import Prompt
+from kdtr_cli.model.traces import trace_bytes
 from kdtr_cli.workflows import golden_memory
-from kdtr_cli.workflows.golden_memory import BATCH, make_budget, parse_size, shown_size
+from kdtr_cli.workflows.golden_memory import BATCH, check_trace, make_budget, parse_size, shown_size
 
 TINY = parse_config(PRESETS["tiny"], where="tiny")
 
@@ -86,6 +87,19 @@ class TestGroups:
             make_budget(10**7, TINY, one, 100, score=True, exact=True)
         needed = parse_size(re.search(r"about (.*) \(", str(caught.value))[1])
         assert make_budget(needed * 11 // 10, TINY, one, 100, score=True, exact=True).groups == [one]
+
+    def test_a_trace_is_counted(self):
+        one = prompts(300)
+        need = [make_budget(None, TINY, one, 100, score=False, exact=True, trace=t).working for t in (None, "full")]
+        assert need[1] - need[0] == 400 * trace_bytes(TINY, "full")
+
+    def test_a_trace_that_does_not_fit_is_refused(self, monkeypatch):
+        monkeypatch.setattr(golden_memory, "available", lambda: 10**6)
+        size = trace_bytes(TINY, "full")
+        assert check_trace(TINY, "full", 10**6 // size) <= 10**6
+        assert check_trace(TINY, None, 10**9) == 0
+        with pytest.raises(InputError, match=r"--trace full: .* positions of this model take 1 MB .*--trace layers"):
+            check_trace(TINY, "full", 10**6 // size + 1)
 
     def test_ten_thousand_prompts_are_quick(self):
         many = prompts(*[20] * 10_000)

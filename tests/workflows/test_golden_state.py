@@ -94,6 +94,24 @@ class TestGoingOn:
             again = [what for what in told if what != "digests" and not what.startswith("going on")]
             assert len(again) <= len(steps) - after + 1
 
+    def test_a_trace_goes_on_too(self, tmp_path):
+        steps = []
+        traced = replace(options(tmp_path / "whole.h5"), trace="full")
+        make_golden(traced, lambda what, done, total: steps.append(what))
+        for after in (len(steps) // 4, len(steps) - 3):
+            path = tmp_path / f"{after}.h5"
+            told = []
+
+            def tell(what, done, total, told=told, after=after):
+                told.append(what)
+                if len(told) == after:
+                    raise Stop
+
+            with pytest.raises(Stop):
+                make_golden(replace(traced, output=path), tell)
+            make_golden(replace(traced, output=path))
+            assert path.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
     def test_a_summary_of_saved_groups_is_the_same(self, tmp_path):
         steps = []
         plain = make_golden(options(tmp_path / "a.h5"), lambda what, done, total: steps.append(what))
