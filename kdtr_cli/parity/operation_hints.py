@@ -1,4 +1,4 @@
-"""What the shape of an operation's error says about its cause: codes of the hints (docs/judging.md has the table).
+"""What the shape of an operation's error says about its cause: codes of the hints (docs/bisect.md has the table).
 
 Each pass leaves the codes that fit what it saw; what fits every pass is the hint.
 """

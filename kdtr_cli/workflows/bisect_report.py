@@ -59,7 +59,7 @@ class BisectReport:
 
     @property
     def hint(self) -> str | None:
-        """What the first faulty operation's error looks like, in all its forms: a code (docs/judging.md), else
+        """What the first faulty operation's error looks like, in all its forms: a code (docs/bisect.md), else
         prefill-decode where it is right in another form, else first-tensor: no more is known. None without a fault."""
         name, layer = next((key for key, status in self.operations.items() if status == OUT), (None, None))
         rows = [row for row in self.rows if (row.operation, row.layer) == (name, layer) and row.status == OUT]
@@ -84,7 +84,7 @@ class BisectReport:
 
     @property
     def line(self) -> str:
-        """The last line on standard output; its order never changes (docs/judging.md)."""
+        """The last line on standard output; its order never changes (docs/bisect.md)."""
         operations = self.operations
         good = sum(status != OUT for status in operations.values())
         words = [first_word(self.exit_code), "bisect", f"operations={good}/{len(operations)}"]

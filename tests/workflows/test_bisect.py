@@ -106,6 +106,14 @@ class TestRight:
         with pytest.raises(InputError, match="another config than tiny-kimi-int4's"):
             bisected(golden, model=str(FIXTURES / "tiny-kimi-int4"))
 
+    def test_a_golden_with_a_trace_is_held_to_it_too(self, tmp_path, monkeypatch):
+        make_golden(GoldenOptions("odd", tmp_path / "g.h5", PromptOptions(ids=("7 8 9",)), 2, trace="full"))
+        assert bisected(tmp_path / "g.h5").verdict is Verdict.IDENTICAL
+        true = exact.swiglu
+        monkeypatch.setattr(exact, "swiglu", lambda gate, up: true(gate, up) * np.float32(1.0001))
+        with pytest.raises(InputError, match=r"trace/model\.layers\.0\.mlp\.mlp_out of sequence '0' is not what this"):
+            bisected(tmp_path / "g.h5")
+
     def test_a_prompt_of_one_token_leaves_variants_unseen_and_says_so(self, tmp_path):
         make_golden(GoldenOptions("odd", tmp_path / "g.h5", PromptOptions(ids=("7",)), 1))
         report = bisected(tmp_path / "g.h5")
