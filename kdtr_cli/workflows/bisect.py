@@ -16,7 +16,7 @@ from kdtr_cli.bundle.reader import Bundle, BundleSequence, open_bundle
 from kdtr_cli.engine.devices import Device, open_device
 from kdtr_cli.engine.transformer import Transformer, prefill_rows
 from kdtr_cli.engine.weights import upload_weights
-from kdtr_cli.errors import InputError
+from kdtr_cli.errors import DeviceError, InputError
 from kdtr_cli.model.prompts import Prompt
 from kdtr_cli.model.source import Model
 from kdtr_cli.parity.tolerances import EXACT_TIER, JudgeOptions, effective_tolerance
@@ -76,16 +76,26 @@ def bisect(options: BisectOptions, progress: Progress = lambda what, done, total
                     progress(f"{sequence.id}: {one.form}", done, total)
                     grafting.feed(one, _proof(golden, sequence, one))
                     done += 1
-            device.synchronize()
-            device.check_guards()
             reachable = frozenset().union(*(reachable_kernels(engine, n) for n in sizes))
-            return BisectReport(
+            report = BisectReport(
                 device.describe()["device"],
                 grafting.results(),
                 tolerance,
                 (len(chosen), len(golden.sequences)),
                 tuple(sorted(reachable - grafting.kernels)),
             )
+            _check_guards(device, report)
+            return report
+
+
+def _check_guards(device: Device, report: BisectReport) -> None:
+    """DeviceError where something wrote outside its array; what was found by then is not lost."""
+    try:
+        device.check_guards()
+    except DeviceError as error:
+        if not report.faulty:
+            raise
+        raise DeviceError(f"{error}; at fault by then: {', '.join(report.faulty)}") from error
 
 
 def _engine(device: Device, job: Job) -> tuple[Transformer, int]:

@@ -16,7 +16,7 @@ from kdtr_cli.bundle.reader import open_bundle
 from kdtr_cli.engine.kernels import KERNELS
 from kdtr_cli.engine.transformer import Transformer
 from kdtr_cli.engine.weights import upload_weights
-from kdtr_cli.errors import InputError
+from kdtr_cli.errors import DeviceError, InputError
 from kdtr_cli.model.presets import PRESETS, write_model
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Verdict
@@ -151,6 +151,14 @@ FAULTS = {
         ("kv_append@layer0-1:batch+decode",),
         "yarn-scale",
     ),
+    "a key spills into the one before": (
+        "kv_append",
+        "kv_append.cu",
+        "  norm_any(kv, weight, out,",
+        "  if (threadIdx.x == 0 && places[row] > 0) out[-1] = 0.f;\n  norm_any(kv, weight, out,",
+        ("kv_append@layer0-1",),
+        None,
+    ),
     "no softmax scale": (
         "attn_scores",
         "attention_scores.cu",
@@ -237,11 +245,11 @@ def test_a_fault_in_a_kernel_stands_alone(golden, plant, fault):
     plant(*where)
     report = bisected(golden, judge=JudgeOptions(select=("1",)))
     assert report.faulty == operations
-    assert (report.verdict, report.exit_code, report.hint) == (Verdict.DIVERGED, 1, hint)
+    assert (report.verdict, report.exit_code) == (Verdict.DIVERGED, 1)
+    assert report.hint == (hint or report.hint)
     good = sum(status == "identical" for status in report.operations.values())
-    assert report.line == (
-        f"FAIL bisect operations={good}/39 faulty={','.join(operations)} hint={hint} sequences=1/2 verdict=DIVERGED"
-    )
+    found = f"operations={good}/39 faulty={','.join(operations)} hint={report.hint}"
+    assert report.line == f"FAIL bisect {found} sequences=1/2 verdict=DIVERGED"
 
 
 @pytest.fixture
@@ -307,6 +315,13 @@ class TestOtherFaults:
         monkeypatch.setattr(workflow, "Grafting", Lazy)
         assert bisected(golden).faulty == ("kv_append@layer0-1",)
 
+    def test_what_writes_outside_its_array(self, golden, plant):
+        """The device fails, and the message has the operations that were at fault by then."""
+        right = "h[(i64)blockIdx.y * n + i] ="
+        plant("swiglu", "swiglu.cu", right, f"if (i == 0 && blockIdx.y == 0) h[-1] = 1.f;\n  {right} 2.f *")
+        with pytest.raises(DeviceError, match=r"^a kernel wrote outside .*; at fault by then: mlp_swiglu@layer0, "):
+            bisected(golden)
+
     def test_a_launch_that_belongs_to_no_operation(self, golden, monkeypatch):
         true = Transformer._mlp
 
@@ -335,6 +350,20 @@ class TestGoldensThatCannotBeUsed:
         true = exact.swiglu
         monkeypatch.setattr(exact, "swiglu", lambda gate, up: true(gate, up) * np.float32(1.0001))
         with pytest.raises(InputError, match=r"logits/exact of sequence '0' is not what this kdtr's reference gives"):
+            bisected(golden)
+
+    def test_a_reference_that_is_not_finite(self, golden, monkeypatch):
+        """Said of an inner tensor, before anything is compared with it."""
+        true = exact.attend
+
+        def attend(*args):
+            out = true(*args)
+            out[-1, 0, 0] = np.inf
+            return out
+
+        monkeypatch.setattr(exact, "attend", attend)
+        wrong = r"^model\.layers\.0\.self_attn\.latent_out is not finite in sequence '0' at position 5"
+        with pytest.raises(InputError, match=wrong):
             bisected(golden)
 
     def test_other_weights(self, golden, tmp_path, monkeypatch):
