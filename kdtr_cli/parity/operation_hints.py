@@ -41,11 +41,13 @@ class Look:
 
 
 def fitting(look: Look, positions: np.ndarray) -> frozenset[str]:
-    """The codes that fit rows at these positions [M], of which some differ."""
+    """The codes that fit rows at these positions [M]; none where the numbers are right (and so are a router's ids)."""
     got, wanted = look.got, look.wanted
     if not np.isfinite(got).all():
         return frozenset({"nonfinite"})
     wrong = (got != wanted).reshape(len(got), -1).any(-1)
+    if not wrong.any() and (look.kind != "router" or np.array_equal(look.got_ids, look.ids)):
+        return frozenset()
     codes = set()
     if wrong.any() and _is_scaled(got[wrong], wanted[wrong]):
         codes.add("constant-scale")

@@ -136,10 +136,7 @@ def _fed(sequence: BundleSequence) -> np.ndarray:
 def _passes(
     sequence: BundleSequence, sizes: list[int], most: int, positions: tuple[int, ...] | str | None
 ) -> Iterator[Pass]:
-    """How a sequence is fed: all of it in pieces, then its last rows in each other size, and single rows.
-
-    After the pieces the later come first: what lies behind a pass then counts as not written yet.
-    """
+    """How a sequence is fed: all of it in pieces, then its last rows in each other size, and single rows."""
     count = len(_fed(sequence))
     for first in range(0, count, most):
         yield Pass(PREFILL, first, min(most, count - first))
@@ -147,9 +144,8 @@ def _passes(
         alone = {min(len(sequence.prompt), count - 1), count - 1}
     else:
         alone = set(range(count)) if positions == "all" else {p for p in positions if p < count}
-    others = [Pass(BATCH, count - rows, rows) for rows in sizes if 1 < rows <= count]
-    others += [Pass(DECODE, first, 1) for first in alone]
-    yield from sorted(others, key=lambda one: -one.first)
+    yield from (Pass(BATCH, count - rows, rows) for rows in sizes if 1 < rows <= count)
+    yield from (Pass(DECODE, first, 1) for first in sorted(alone))
 
 
 # ------------------------------------------------------------------------------------------- the golden's own inputs

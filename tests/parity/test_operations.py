@@ -104,6 +104,8 @@ class TestTally:
         assert one.result().hints == ("constant-scale",)
         one.add("s", AT, (RIGHT + np.float32(1), RIGHT))
         assert one.result().hints == ()
+        one.add("s", AT, (RIGHT * np.float32(2), RIGHT))
+        assert one.result().hints == ()
 
 
 def hints(kind: str, got, wanted=RIGHT, at=AT, ids=None, got_ids=None) -> set[str]:
@@ -164,6 +166,15 @@ class TestHints:
         assert hints("experts", one, ids=ids) == set()
         assert hints("experts", RIGHT + ((ids == 2) | (ids == 3))[..., None], ids=ids) == set()
         assert hints("experts", RIGHT + 1, ids=np.zeros_like(ids)) == set()
+
+    @pytest.mark.parametrize("kind", ["", "rope", "router", "experts", "logits"])
+    def test_right_numbers_say_nothing(self, kind):
+        ids = np.arange(18).reshape(6, 3)
+        assert hints(kind, RIGHT, ids=ids, got_ids=ids) == set()
+
+    def test_right_weights_of_other_experts(self):
+        ids = np.arange(18).reshape(6, 3)
+        assert hints("router", RIGHT, ids=ids, got_ids=ids[::-1]) == {"router-choice"}
 
     def test_every_code_is_known(self):
         assert len(HINTS) == len(set(HINTS))

@@ -73,11 +73,18 @@ def bisected(golden: Path, **options):
 
 
 class TestRight:
-    def test_every_operation_is_identical(self, golden):
+    def test_every_operation_is_identical(self, golden, monkeypatch):
+        fed, feed = [], workflow.Grafting.feed
+        monkeypatch.setattr(workflow.Grafting, "feed", lambda self, one, see: (fed.append(one), feed(self, one, see)))
         report = bisected(golden)
         assert report.line == "PASS bisect operations=39/39 identical verdict=IDENTICAL"
         assert (report.exit_code, report.hint, report.unseen) == (0, None, ())
         # 16 positions in pieces; the last two and the last five together; the first and the last of the steps alone
+        passes = [(one.form, one.first, one.count) for one in fed]
+        for count, alone in ((6, (3, 5)), (10, (7, 9))):
+            wanted = [("prefill", 0, count), ("batch", count - 2, 2), ("batch", count - 5, 5)]
+            assert passes[:5] == [*wanted, *(("decode", first, 1) for first in alone)]
+            del passes[:5]
         rows = {"prefill": 16, "batch": 2 * 2 + 2 * 5, "decode": 2 * 2}
         for operation, layer in report.operations:
             for form, count in rows.items():
@@ -151,13 +158,21 @@ FAULTS = {
         ("kv_append@layer0-1:batch+decode",),
         "yarn-scale",
     ),
-    "a key spills into the one before": (
+    "keys get into another sequence as well": (
         "kv_append",
         "kv_append.cu",
         "  norm_any(kv, weight, out,",
-        "  if (threadIdx.x == 0 && places[row] > 0) out[-1] = 0.f;\n  norm_any(kv, weight, out,",
+        "  if (threadIdx.x == 0) cache[0] = 0.f;\n  norm_any(kv, weight, out,",
         ("kv_append@layer0-1",),
-        None,
+        "first-tensor",
+    ),
+    "values of the first sequence": (
+        "attn_chunks",
+        "attention.cuh",
+        "(i64)slots[row] * capacity",
+        "(i64)0 * capacity",
+        ("attention@layer0-1",),
+        "nonfinite",
     ),
     "no softmax scale": (
         "attn_scores",
@@ -174,6 +189,14 @@ FAULTS = {
         "chosen[rank] = choice[i];",
         ("router@layer1",),
         "router-bias",
+    ),
+    "ids one too large": (
+        "router",
+        "router.cu",
+        "ids[(i64)row * slots + rank] = i;",
+        "ids[(i64)row * slots + rank] = (i + 1) % experts;",
+        ("router@layer1",),
+        "router-choice",
     ),
     "no routed scaling": (
         "router",
@@ -245,10 +268,9 @@ def test_a_fault_in_a_kernel_stands_alone(golden, plant, fault):
     plant(*where)
     report = bisected(golden, judge=JudgeOptions(select=("1",)))
     assert report.faulty == operations
-    assert (report.verdict, report.exit_code) == (Verdict.DIVERGED, 1)
-    assert report.hint == (hint or report.hint)
+    assert (report.verdict, report.exit_code, report.hint) == (Verdict.DIVERGED, 1, hint)
     good = sum(status == "identical" for status in report.operations.values())
-    found = f"operations={good}/39 faulty={','.join(operations)} hint={report.hint}"
+    found = f"operations={good}/39 faulty={','.join(operations)} hint={hint}"
     assert report.line == f"FAIL bisect {found} sequences=1/2 verdict=DIVERGED"
 
 
@@ -315,6 +337,29 @@ class TestOtherFaults:
         monkeypatch.setattr(workflow, "Grafting", Lazy)
         assert bisected(golden).faulty == ("kv_append@layer0-1",)
 
+    def test_a_head_that_a_step_leaves_out(self, tmp_path, monkeypatch):
+        """The same row was made by the pass before, and lies there still."""
+        make_golden(GoldenOptions("odd", tmp_path / "g.h5", PromptOptions(ids=("7",)), 1))
+        for name in ("head", "choose"):
+            true, calls = getattr(Transformer, name), []
+
+            def once(self, *args, true=true, calls=calls, **options):
+                calls.append(args)
+                if len(calls) == 1:
+                    return true(self, *args, **options)
+                return self.logits.view(0, (1, self.config.vocab_size))
+
+            monkeypatch.setattr(Transformer, name, once)
+        assert bisected(tmp_path / "g.h5").faulty == ("lm_head:decode", "token_choice:decode")
+
+    def test_a_step_that_adds_chunks_which_no_position_is_in(self, tmp_path, plant, monkeypatch):
+        """A captured step covers the whole capacity, a piece of a prompt as much as it sees."""
+        monkeypatch.setitem(PRESETS, "flat", {**PRESETS["odd"], "num_hidden_layers": 1})
+        prompt = " ".join(str(i % 200) for i in range(262))
+        make_golden(GoldenOptions("flat", tmp_path / "g.h5", PromptOptions(ids=(prompt,)), 1))
+        plant("attn_combine", "attention_combine.cu", "c < chunk_count(positions[blockIdx.z])", "c < chunks")
+        assert bisected(tmp_path / "g.h5", positions=(5, 261)).faulty == ("attention@layer0:decode",)
+
     def test_what_writes_outside_its_array(self, golden, plant):
         """The device fails, and the message has the operations that were at fault by then."""
         right = "h[(i64)blockIdx.y * n + i] ="
@@ -335,13 +380,14 @@ class TestOtherFaults:
 
     def test_a_tolerance_lets_small_differences_pass(self, golden, plant):
         plant("combine", "combine.cu", "int j = 0; j < slots; ++j", "int j = slots - 1; j >= 0; --j")
-        exactly = bisected(golden)
+        judge = {"select": ("0",)}
+        exactly = bisected(golden, judge=JudgeOptions(**judge))
         assert exactly.faulty == ("moe_combine@layer1",)
-        report = bisected(golden, judge=JudgeOptions(atol=1e-5))
+        report = bisected(golden, judge=JudgeOptions(atol=1e-5, **judge))
         assert (report.verdict, report.exit_code) == (Verdict.PASS, 0)
-        assert report.line == "PASS bisect operations=39/39 verdict=PASS"
+        assert report.line == "PASS bisect operations=39/39 sequences=1/2 verdict=PASS"
         assert set(report.operations.values()) == {"identical", "within"}
-        assert bisected(golden, judge=JudgeOptions(atol=1e-9)).faulty == exactly.faulty
+        assert bisected(golden, judge=JudgeOptions(atol=1e-9, **judge)).faulty == exactly.faulty
 
 
 class TestGoldensThatCannotBeUsed:
