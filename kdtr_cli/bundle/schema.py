@@ -169,9 +169,9 @@ _COMPONENT = r"[A-Za-z0-9_][A-Za-z0-9_.\-]*"
 _TRACE = re.compile(
     r"trace/(?:(embed|final_norm)|model\.layers\.(?:0|[1-9][0-9]{0,3})\."
     r"(hidden|self_attn\.(?:q_latent|q|kv_latent|k_rope|q_rope|attn_out)"
-    r"|mlp\.(?:router_logits|expert_ids|expert_weights|moe_out|mlp_out)))"
+    r"|mlp\.(?:router_logits|expert_ids|expert_weights|shared_out|moe_out|mlp_out)))"
 )
-_HIDDEN = ("embed", "final_norm", "hidden", "self_attn.attn_out", "mlp.moe_out", "mlp.mlp_out")
+_HIDDEN = ("embed", "final_norm", "hidden", "self_attn.attn_out", "mlp.shared_out", "mlp.moe_out", "mlp.mlp_out")
 _SLOTS = ("mlp.expert_ids", "mlp.expert_weights")
 _LOGITS = re.compile(r"(prompt_logits|logits)/([a-z0-9]+?)(_top_ids|_top_values|_sha256)?")
 _WEIGHT = re.compile(_COMPONENT)

@@ -4,14 +4,16 @@ import os
 import shutil
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from kdtr_cli.cli.console import notes, progress
 from kdtr_cli.cli.settings import origin
+from kdtr_cli.cli.tensor_rule import TensorRuleType
 from kdtr_cli.parity.results import Report
-from kdtr_cli.parity.tolerances import JudgeOptions
+from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.parity.verdicts import ON_TIE
 from kdtr_cli.report.github import report_github
 from kdtr_cli.report.json import report_json
@@ -42,6 +44,13 @@ _RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow
 @click.option("--rtol", type=float, help="The same, as a share of |golden|.  [default: 0 for tier exact]")
 @click.option("--max-ulp", type=click.IntRange(min=0), help="Largest distance in units of the run's storage type.")
 @click.option("--max-kl", type=float, help="Largest KL(golden || run) of a step, in nats, over the full vocabulary.")
+@click.option(
+    "--rule",
+    type=TensorRuleType(),
+    multiple=True,
+    metavar="PATTERN:BOUNDS",
+    help='Bounds of tensors by name, such as "*.router_logits:atol=1e-4,rtol=0"; the first that matches holds.',
+)
 @click.option("--on-tie", type=click.Choice(ON_TIE), default="fail", show_default=True, help="What TIE_BREAK means.")
 @click.option("--allow-partial", is_flag=True, help="Judge by partial logits (top K, or none).")
 @click.option("--allow-loose", is_flag=True, help="Judge by a tolerance that zeros or shuffled logits would pass too.")
@@ -63,6 +72,7 @@ def diff(
     rtol: float | None,
     max_ulp: int | None,
     max_kl: float | None,
+    rule: tuple[TensorRule, ...],
     on_tie: str,
     allow_partial: bool,
     allow_loose: bool,
@@ -90,6 +100,7 @@ def diff(
         steps=steps,
         select=None if select is None else tuple(name for part in select.split(",") if (name := part.strip())),
         origins={name: f"--{name.replace('_', '-')}, {origin(ctx, name)}" for name in _RULES},
+        rules=tuple(replace(one, origin=f"--rule, {origin(ctx, 'rule')}") for one in rule),
     )
     if output_file is not None:
         check_report_target(output_file, force, (golden, run))

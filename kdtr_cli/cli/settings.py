@@ -9,6 +9,10 @@ One table for each command, with the names of its options as keys (dashes or und
     [tool.kdtr.model.new]
     seed = 7
 
+    [[tool.kdtr.diff.rules]]            # an option that is repeated may be a list of tables: --rule
+    tensor = "*.router_logits"
+    atol = 1e-4
+
 Which file: the nearest pyproject.toml from the current folder upward, no further than the repository root (the folder
 that holds `.git`); outside a repository only the current folder's. That one file decides, whether it has a
 `[tool.kdtr]` or not. What the command line gives wins.
@@ -124,7 +128,7 @@ def _defaults(command: click.Command, table: Mapping[str, Any], where: str, path
         if key in children and isinstance(value, dict):
             result[key] = _defaults(children[key], value, place, path)
             continue
-        option = options.get(key.replace("_", "-"))
+        option = options.get(key.replace("_", "-")) or _of_tables(command, key)
         if _is_reserved(key, option):
             raise _reserved(path, place)
         if option is None or option.name is None:
@@ -150,6 +154,12 @@ def _options(command: click.Command) -> dict[str, click.Option]:
     }
 
 
+def _of_tables(command: click.Command, key: str) -> click.Option | None:
+    """The repeatable option that a list of tables under this name stands for: its type reads tables."""
+    options = (param for param in command.params if isinstance(param, click.Option))
+    return next((option for option in options if getattr(option.type, "table_key", None) == key), None)
+
+
 def _is_reserved(key: str, option: click.Option | None) -> bool:
     names = [key] if option is None else [key, option.name or "", *(opt.lstrip("-") for opt in option.opts)]
     return any(name.startswith("engine") or name == "force" for name in names)
@@ -169,8 +179,20 @@ def _value(option: click.Option, value: Any, place: str, path: Path | None) -> A
     if option.multiple or option.nargs != 1:
         if not isinstance(value, list):
             raise InputError(f"{path}: {place} must be a list, not {_kind(value)}")
-        return [_scalar(option.type, item, place, path) for item in value]
+        return [
+            _table(option.type, item, f"{place}[{i}]", path)
+            if isinstance(item, dict) and hasattr(option.type, "text_of")
+            else _scalar(option.type, item, place, path)
+            for i, item in enumerate(value)
+        ]
     return _scalar(option.type, value, place, path)
+
+
+def _table(type_: Any, table: Mapping[str, Any], place: str, path: Path | None) -> str:
+    try:
+        return type_.text_of(table)
+    except ValueError as error:
+        raise InputError(f"{path}: {place}: {error}") from None
 
 
 def _scalar(type_: click.ParamType, value: Any, place: str, path: Path | None) -> str:

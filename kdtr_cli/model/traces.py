@@ -17,7 +17,7 @@ TRACE_LEVELS = ("layers", "full")
 
 #: Inside a layer, in order of execution.
 _ORDER = ("q_latent", "q", "kv_latent", "k_rope", "q_rope", "attn_out")
-_ORDER += ("router_logits", "expert_ids", "expert_weights", "moe_out", "mlp_out", "hidden")
+_ORDER += ("router_logits", "expert_ids", "expert_weights", "shared_out", "moe_out", "mlp_out", "hidden")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ def _all(c: ModelConfig) -> Iterator[TraceTensor]:
             yield TraceTensor(f"{name}mlp.router_logits", i, c.n_routed_experts)
             yield TraceTensor(f"{name}mlp.expert_ids", i, c.num_experts_per_tok, True)
             yield TraceTensor(f"{name}mlp.expert_weights", i, c.num_experts_per_tok)
+            if c.n_shared_experts:
+                yield TraceTensor(f"{name}mlp.shared_out", i, hidden)
             yield TraceTensor(f"{name}mlp.moe_out", i, hidden)
         else:
             yield TraceTensor(f"{name}mlp.mlp_out", i, hidden)

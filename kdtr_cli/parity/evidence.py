@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["Evidence", "EvidenceSequence", "Logits", "RoundProblem", "Rounds", "Rows", "logits_of", "sha256_rows"]
+__all__ = ["Evidence", "EvidenceSequence", "Logits", "ModelFacts", "RoundProblem", "Rounds", "Rows", "Tensor"]
+__all__ += ["logits_of", "sha256_rows"]
 
 #: A function from a half-open range of rows to an array of these rows.
 Rows = Callable[[int, int], np.ndarray]
@@ -52,6 +53,27 @@ class Logits:
 
 
 @dataclass(frozen=True)
+class Tensor:
+    """One tensor of a trace: rows [n_rows, width] of a float dtype, or int32. `digest`: the *verified* one of all rows,
+    where it is known."""
+
+    n_rows: int
+    width: int
+    dtype: np.dtype
+    rows: Rows
+    digest: Callable[[], str] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """What a diagnosis may know of the model. `constants`: numbers of its config by name ("routed_scaling_factor").
+    `rotary`: radians a position of each rotary pair, float64 [rope / 2], of which pair i is (i, i + rope / 2)."""
+
+    constants: Mapping[str, float]
+    rotary: np.ndarray
+
+
+@dataclass(frozen=True)
 class RoundProblem:
     """A broken invariant of a sequence's rounds: `text` names it, what and where ("round 3: no cycle: node 5 is its own
     ancestor"). `malformed`: these are no rounds at all, whoever recorded them; else they are rounds that do not follow
@@ -78,7 +100,8 @@ class EvidenceSequence:
     `logits` and `prompt_logits` map the arithmetic (golden: "exact", "float64"; run: "engine") to its logits: T rows,
     row t the logits that token t was chosen from; P rows, row p the logits after the prompt's ids 0..p.
     `ties` are the steps where the golden recorded that its float64 argmax is another token than its own. `rounds` reads
-    what was recorded of the rounds; None: nothing was.
+    what was recorded of the rounds; None: nothing was. `trace` has its tensors by name, in order of execution; row p is
+    of the token that was fed at position p.
     """
 
     id: str
@@ -90,6 +113,7 @@ class EvidenceSequence:
     prompt_logits: Mapping[str, Logits] = field(default_factory=dict)
     ties: tuple[int, ...] = ()
     rounds: Callable[[], Rounds] | None = None
+    trace: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,7 +121,7 @@ class Evidence:
     """All that one side brings. `kind` is "golden" or "run", `manifest` the bundle's (docs/bundle.md), `name` what to
     call it in a report, `manifest_sha256` the digest that a run records of the golden it was made from, `vocab_size`
     the model's, where the config says; `drafts_kept` how many candidates a depth a golden keeps for a replay, where it
-    keeps any."""
+    keeps any; `facts` of the model, for a diagnosis."""
 
     kind: str
     manifest: Mapping[str, object]
@@ -106,6 +130,7 @@ class Evidence:
     manifest_sha256: str | None = None
     vocab_size: int | None = None
     drafts_kept: int | None = None
+    facts: ModelFacts | None = None
 
 
 def sha256_rows(rows: np.ndarray) -> np.ndarray:

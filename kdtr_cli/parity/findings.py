@@ -1,5 +1,7 @@
 """What is found while one sequence is judged."""
 
+from dataclasses import replace
+
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict
 
 __all__ = ["SequenceFindings"]
@@ -24,3 +26,7 @@ class SequenceFindings:
         verdict, else a note."""
         level = level or (Level.ERROR if verdict is not None else Level.NOTE)
         self.items.append(Finding(level, code, f"sequence {self.id!r}: {message}", verdict, self.id, **place))
+
+    def drop_hint(self, hint: str) -> None:
+        """Take a hint back that another finding explains better."""
+        self.items = [replace(f, hint=None) if f.hint == hint else f for f in self.items]

@@ -11,7 +11,7 @@ from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits
 from kdtr_cli.parity.provenance import check_kinds, compare_drafting, compare_manifests, compare_prompts
 from kdtr_cli.parity.results import Report, SequenceResult, Side
 from kdtr_cli.parity.sequence import BIT_REFERENCE, RUN_LOGITS, Terms, judge_sequence
-from kdtr_cli.parity.tolerances import EXACT_TIER, JudgeOptions, Tolerance, effective_tolerance
+from kdtr_cli.parity.tolerances import EXACT_TIER, JudgeOptions, Tolerance, check_rules, effective_tolerance
 from kdtr_cli.parity.totals import sum_up
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict, combine, exit_code, ordered
 
@@ -42,9 +42,11 @@ def judge(golden: Evidence, run: Evidence, options: JudgeOptions | None = None) 
         if r is not None:
             findings += _check_shapes(r, RUN_LOGITS, run.vocab_size, g.logits.get(reference or ""))
             findings += _check_has(g, r, reference)
+            findings += _check_traces(g, r)
     if (reason := _errors(findings)) is not None or tolerance is None:
         return invalid(findings, options, golden, run, reason, tolerance, reference)
 
+    check_rules(options.rules, _tensors(pairs, reference))
     drafting = compare_drafting(golden, run)
     if drafting.finding is not None:
         findings.append(drafting.finding)
@@ -52,7 +54,7 @@ def judge(golden: Evidence, run: Evidence, options: JudgeOptions | None = None) 
     decoding = decoding if isinstance(decoding, Mapping) else {}
     temperature = decoding.get("temperature")
     forced = decoding.get("teacher_forced") is True
-    terms = Terms(options, tolerance, reference, forced, temperature != 0, drafting.alike)
+    terms = Terms(options, tolerance, reference, forced, temperature != 0, drafting.alike, golden.facts)
     results = tuple(judge_sequence(index, g, r, terms) for index, g, r in pairs)
     extra = _extra(golden, run, options)
     findings += extra
@@ -114,7 +116,7 @@ def _report(
         golden=_side(golden),
         run=_side(run),
         options=terms.options,
-        tolerance=terms.tolerance,
+        tolerance=terms.base,
         reference=terms.reference,
         totals=sum_up(results, golden.sequences, n_extra),
         sequences=results,
@@ -191,10 +193,23 @@ def _extra(golden: Evidence, run: Evidence, options: JudgeOptions) -> list[Findi
             f"sequence {s.id!r}: the golden has no such sequence",
             Verdict.DIVERGED,
             s.id,
+            hint="output",
         )
         for s in run.sequences
         if s.id not in known
     ]
+
+
+def _tensors(pairs: Iterable[tuple[int, EvidenceSequence, EvidenceSequence | None]], reference: str | None) -> set[str]:
+    """The names of all that is compared, as rules name it."""
+    names: set[str] = set()
+    for _, g, r in pairs:
+        if r is not None:
+            names |= {n for n in g.trace if n in r.trace}
+            for name, held in (("logits", (g.logits, r.logits)), ("prompt_logits", (g.prompt_logits, r.prompt_logits))):
+                if (reference or "") in held[0] and RUN_LOGITS in held[1]:
+                    names.add(name)
+    return names
 
 
 #: The references that have no run's bits, and the option that leaves a golden with them alone.
@@ -263,6 +278,24 @@ def _check_shapes(
         if message is not None:
             message = f"sequence {sequence.id!r}: {message}"
             findings.append(Finding(Level.ERROR, "shape", message, Verdict.INVALID, sequence.id))
+    return findings
+
+
+def _check_traces(golden: EvidenceSequence, run: EvidenceSequence) -> list[Finding]:
+    """Are tensors of one name of one width, and has every one a row for each position that was fed?"""
+    findings = []
+    for name, tensor in golden.trace.items():
+        other, message = run.trace.get(name), None
+        if other is not None and (tensor.width, tensor.dtype.kind) != (other.width, other.dtype.kind):
+            kinds = [f"{t.dtype} [{t.width}]" for t in (other, tensor)]
+            message = f"{name} is {kinds[0]} in the run, {kinds[1]} in the golden"
+        for side, sequence in (("golden", golden), ("run", run)):
+            held, due = sequence.trace.get(name), len(sequence.prompt) + max(1, len(sequence.tokens)) - 1
+            if held is not None and held.n_rows != due:
+                message = f"{name} of the {side} has {held.n_rows} rows for {due} fed positions"
+        if message is not None:
+            message = f"sequence {golden.id!r}: {message}"
+            findings.append(Finding(Level.ERROR, "shape", message, Verdict.INVALID, golden.id))
     return findings
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kdtr_cli.parity.evidence import EvidenceSequence, Rounds
 from kdtr_cli.parity.findings import SequenceFindings
+from kdtr_cli.parity.hints import round_hint
 from kdtr_cli.parity.results import RoundsResult
 from kdtr_cli.parity.rounds import RoundDifference, RoundsComparison, compare_rounds, fault, judged_rounds, tau
 from kdtr_cli.parity.verdicts import Verdict
@@ -77,7 +78,8 @@ def _read(sequence: EvidenceSequence, side: str, findings: SequenceFindings, ter
     rounds = sequence.rounds()
     text = next((p.text for p in rounds.problems if p.malformed), None) or fault(rounds.arrays)
     if text is not None:
-        findings.add("rounds.malformed", f"the {side}'s rounds are malformed: {text}", Verdict.INVALID)
+        hint = "tree" if side == "run" else None
+        findings.add("rounds.malformed", f"the {side}'s rounds are malformed: {text}", Verdict.INVALID, hint=hint)
         return None
     last = judged_rounds(rounds.arrays, len(sequence.prompt), terms.steps)
     for problem in rounds.problems:
@@ -87,7 +89,8 @@ def _read(sequence: EvidenceSequence, side: str, findings: SequenceFindings, ter
             verdict = Verdict.DIVERGED
         else:
             continue  # beyond --steps
-        findings.add("rounds.invariant", f"the {side}'s rounds break a rule: {problem.text}", verdict)
+        hint = None if side == "golden" else "tree"
+        findings.add("rounds.invariant", f"the {side}'s rounds break a rule: {problem.text}", verdict, hint=hint)
         break  # what follows only repeats it
     return rounds
 
@@ -100,7 +103,8 @@ def _add(findings: SequenceFindings, comparison: RoundsComparison, prompt_length
     if (found := comparison.difference) is not None:
         because = "; it follows from the tokens, which part there or before" if found.follows else ""
         verdict = None if found.follows else Verdict.DIVERGED
-        findings.add(f"rounds.{found.part}", found.where + because, verdict, **_place(found, prompt_length))
+        hint = None if found.follows else round_hint(found.part)
+        findings.add(f"rounds.{found.part}", found.where + because, verdict, **_place(found, prompt_length), hint=hint)
     if (found := comparison.open) is not None:
         many = f" (so in {comparison.open_rounds} rounds; with a tolerance this decides nothing)"
         findings.add(f"rounds.{found.part}", found.where + many, None, **_place(found, prompt_length))

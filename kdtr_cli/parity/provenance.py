@@ -187,7 +187,8 @@ def _compare(path: str, what: str, g: object, r: object) -> list[Finding]:
     else:
         message = f"other {what}: golden {_short(g)}, run {_short(r)} ({path})"
     g, r = (None if v is _MISSING else v for v in (g, r))
-    return [Finding(Level.ERROR, f"provenance.{path}", message, Verdict.INVALID, golden=g, run=r)]
+    hint = "weights" if path == "model.weights_used_sha256" and None not in (g, r) else None
+    return [Finding(Level.ERROR, f"provenance.{path}", message, Verdict.INVALID, golden=g, run=r, hint=hint)]
 
 
 def _compare_choices(golden: Evidence, run: Evidence) -> list[Finding]:
@@ -213,7 +214,7 @@ def _explain_weights(golden: Evidence, run: Evidence, so_far: list[Finding]) -> 
         message = f"stored bytes of {len(other)} of {len({*g, *r})} weight tensors differ: {names}"
     else:
         message = f"stored bytes of {len(other)} weight tensors differ though the weights as used do not: {names}"
-    return [Finding(Level.NOTE, "weights.stored", message)]
+    return [Finding(Level.NOTE, "weights.stored", message, hint="weights")]
 
 
 def _compare_origin(golden: Evidence, run: Evidence) -> list[Finding]:

@@ -8,6 +8,7 @@ from kdtr_cli.errors import Exit
 from kdtr_cli.parity.rounds import RoundDifference
 from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
+from kdtr_cli.parity.traces import TraceResult
 from kdtr_cli.parity.verdicts import Finding, Verdict
 
 __all__ = ["Report", "RoundsResult", "SequenceResult", "Side", "StepDetail", "Totals"]
@@ -65,7 +66,7 @@ class SequenceResult:
     """One sequence of the golden. `index` is its place in the golden; tokens are int32 arrays cut to the judged steps
     (`run_tokens` is None where the run lacks the sequence). `tokens_equal` counts up to the first divergence, and
     over all steps where the run was teacher-forced. `golden_length` is the golden's whole length. `rounds` is None
-    where neither side recorded any."""
+    where neither side recorded any, `trace` where not both sides have one."""
 
     index: int
     id: str
@@ -83,6 +84,7 @@ class SequenceResult:
     prompt_logits: LogitsResult | None
     rounds: RoundsResult | None
     findings: tuple[Finding, ...]
+    trace: TraceResult | None = None
 
     @property
     def all_tokens(self) -> bool:
@@ -98,7 +100,8 @@ class Totals:
     --steps and --select). `exact`: all tokens equal, none missing, none extra. `first_divergence` is (the sequence's
     place in the golden, step), as is `first_logit_failure`, the first logit row out of tolerance;
     `first_round_difference` is (the sequence's place, round). Of `rounds_judged` rounds that were to be compared
-    `rounds_equal` are, each sequence counted up to its first difference.
+    `rounds_equal` are, each sequence counted up to its first difference. `first_tensor` is (the sequence's place,
+    position, name) of the first tensor that parts in the first sequence where traces do.
     """
 
     tokens_equal: int = 0
@@ -128,6 +131,7 @@ class Totals:
     rounds_equal: int = 0
     first_round_difference: tuple[int, int] | None = None
     verdicts: dict[str, int] = field(default_factory=dict)
+    first_tensor: tuple[int, int, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from kdtr_cli.parity.detail import describe_step, is_tie
-from kdtr_cli.parity.evidence import EvidenceSequence, Logits
+from kdtr_cli.parity.evidence import EvidenceSequence, Logits, ModelFacts
 from kdtr_cli.parity.findings import SequenceFindings
+from kdtr_cli.parity.hints import ROUND_HINTS, diagnose_logits
 from kdtr_cli.parity.judge_rounds import RoundTerms, judge_rounds
+from kdtr_cli.parity.judge_traces import judge_traces
 from kdtr_cli.parity.logits import compare_logits, missing_logits
 from kdtr_cli.parity.results import SequenceResult, StepDetail
 from kdtr_cli.parity.tally import LogitsResult, Place
-from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
+from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance, tolerance_for
 from kdtr_cli.parity.verdicts import Level, Verdict, combine
 
 __all__ = ["BIT_REFERENCE", "RUN_LOGITS", "Terms", "judge_sequence"]
@@ -30,14 +32,25 @@ BIT_REFERENCE = "exact"
 @dataclass(frozen=True)
 class Terms:
     """What holds for all sequences of a judgement. `sampled`: the temperature is above 0, so a token need not be the
-    argmax and no tie can explain another one. `rounds`: both sides drafted alike, so their rounds are compared."""
+    argmax and no tie can explain another one. `rounds`: both sides drafted alike, so their rounds are compared.
+    `base`: the options' bounds, which hold where no rule of a tensor does."""
 
     options: JudgeOptions
-    tolerance: Tolerance
+    base: Tolerance
     reference: str | None
     teacher_forced: bool
     sampled: bool
     rounds: bool = False
+    facts: ModelFacts | None = None
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """The bounds of the logits that tokens are chosen from."""
+        return self.of("logits")[0]
+
+    def of(self, name: str) -> tuple[Tolerance, bool]:
+        """The bounds of `logits`, `prompt_logits` or a trace's tensor, and whether they decide."""
+        return tolerance_for(name, self.options.rules, self.base)
 
 
 def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence | None, terms: Terms) -> SequenceResult:
@@ -49,11 +62,11 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
     r_logits = None if run is None else run.logits.get(RUN_LOGITS)
     findings = SequenceFindings(golden.id)
     divergence, logits, prompt_logits, equal = None, missing_logits(len(g)), None, 0
-    first_difference, whole = None, False
+    first_difference, whole, trace = None, False, None
     if r is None:
         if len(g):
             divergence = describe_step(g_logits, None, 0, int(g[0]), None)
-        findings.add("sequence.missing", "the run has no such sequence", Verdict.DIVERGED)
+        findings.add("sequence.missing", "the run has no such sequence", Verdict.DIVERGED, hint="output")
     else:
         common = min(len(g), len(r))
         parted = np.flatnonzero(g[:common] != r[:common])
@@ -67,22 +80,28 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
         if len(parted) or len(g) != len(r):
             first_difference = first
             divergence = _detail(golden, g_logits, r_logits, first, g, r, terms)
+        fed = len(golden.prompt) + max(0, min(common - 1, common if terms.teacher_forced else first))
+        trace = judge_traces(findings, golden, run, fed, terms.of, terms.facts)
+        hint = diagnose_logits(g_logits, r_logits, logits) if trace is None or trace.first is None else None
         _judge_tokens(findings, g, r, parted, divergence, (g_logits, r_logits), logits, terms)
         if whole and (len(g) == 0 or g[-1] == r[-1]):
             _judge_finish(findings, golden, run)
-        _judge_logits(findings, logits, terms, "logits", bool(len(parted)))
+        _judge_logits(findings, logits, terms, "logits", bool(len(parted)), hint)
         if prompt_logits is not None:
             _judge_logits(findings, prompt_logits, terms, "prompt_logits", False)
         if len(g) == 0 and len(r) == 0:
             findings.add("sequence.empty", "there is no token to compare", Verdict.INCONCLUSIVE)
     strict = terms.tolerance.is_zero
     rounds = judge_rounds(findings, golden, run, RoundTerms(terms.rounds, strict, limit, first_difference, whole))
+    if any(f.hint in ROUND_HINTS for f in findings.items):
+        findings.drop_hint("sampler")  # the logits agree with another path's
     # float64 and BLAS logits can't have the bits of an engine: where they chose the tokens, IDENTICAL is not to be had
     every_bit = (
         terms.reference == BIT_REFERENCE
         and logits.all_bits
         and (prompt_logits is None or prompt_logits.all_bits)
         and (rounds is None or not rounds.compared or rounds.all_bits)
+        and (trace is None or trace.all_bits)
     )
     verdict = combine([*findings.verdicts, Verdict.IDENTICAL if every_bit else Verdict.PASS])
     return SequenceResult(
@@ -102,6 +121,7 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
         prompt_logits=prompt_logits,
         rounds=rounds,
         findings=tuple(findings.items),
+        trace=trace,
     )
 
 
@@ -116,7 +136,7 @@ def _compare_prompt(golden: EvidenceSequence, run: EvidenceSequence, terms: Term
     if g is None:
         return None
     n = len(golden.prompt)
-    return missing_logits(n) if r is None else compare_logits(g, r, n, n, terms.tolerance)
+    return missing_logits(n) if r is None else compare_logits(g, r, n, n, terms.of("prompt_logits")[0])
 
 
 def _detail(
@@ -154,7 +174,9 @@ def _judge_tokens(
         message = f"the run is {word}: {len(r)} tokens, the golden has {len(g)}"
         if len(r) < len(g) and not len(parted) and len(r):
             message += f" (kdtr diff --steps {len(r)} judges the part that both have)"
-        findings.add(f"tokens.{word}", message, Verdict.DIVERGED, step=min(len(g), len(r)), golden=len(g), run=len(r))
+        place = {"step": min(len(g), len(r)), "golden": len(g), "run": len(r)}
+        hint = "output" if word == "shorter" else "stop"
+        findings.add(f"tokens.{word}", message, Verdict.DIVERGED, **place, hint=None if len(parted) else hint)
     if not len(parted):
         return
     step, expected, got = int(parted[0]), int(g[parted[0]]), int(r[parted[0]])
@@ -162,7 +184,7 @@ def _judge_tokens(
     where = f"tokens part at step {step}: golden {expected}, run {got}"
     if detail is not None and detail.own_argmax is False and not terms.sampled:
         message = f"the run's token {got} at step {step} is not the argmax of the run's own logits: look at its sampler"
-        findings.add("tokens.not_argmax", message, None, **place)
+        findings.add("tokens.not_argmax", message, None, **place, hint="sampler")
     if terms.sampled:
         message = f"{where} (the temperature is not 0: no tie can explain it)"
     elif None in both or not all(is_tie(both[0], int(s), int(r[s]), terms.tolerance, both[1].dtype) for s in parted):
@@ -182,18 +204,22 @@ def _judge_tokens(
         level = {"fail": Level.ERROR, "warn": Level.WARNING, "pass": Level.NOTE}[terms.options.on_tie]
         findings.add("tokens.tie", message, Verdict.TIE_BREAK, level, **place)
         return
-    findings.add("tokens.diverged", message, Verdict.DIVERGED, **place)
+    agreed = None not in both and logits.rows_compared > step and logits.within and logits.rows_unmeasured == 0
+    findings.add("tokens.diverged", message, Verdict.DIVERGED, **place, hint="sampler" if agreed else None)
 
 
 def _judge_finish(findings: SequenceFindings, golden: EvidenceSequence, run: EvidenceSequence) -> None:
     g, r = golden.finish_reason, run.finish_reason
     if g != r:
         message = f"the golden ended by {g!r}, the run by {r!r}"
-        findings.add("finish_reason", message, Verdict.DIVERGED, golden=g, run=r)
+        findings.add("finish_reason", message, Verdict.DIVERGED, golden=g, run=r, hint="stop")
 
 
-def _judge_logits(findings: SequenceFindings, result: LogitsResult, terms: Terms, what: str, parted: bool) -> None:
+def _judge_logits(
+    findings: SequenceFindings, result: LogitsResult, terms: Terms, what: str, parted: bool, hint: str | None = None
+) -> None:
     """What the logits add: `what` is "logits" (rows are steps) or "prompt_logits" (rows are positions)."""
+    tolerance = terms.of(what)[0]
     name = "logits" if what == "logits" else "prompt logits"
     row = "step" if what == "logits" else "position"
 
@@ -206,18 +232,19 @@ def _judge_logits(findings: SequenceFindings, result: LogitsResult, terms: Terms
         return
     if (place := result.run_nonfinite) is not None:
         message = f"the run's {name} are not finite, first at {row} {place.row}, id {place.token}: {place.run}"
-        findings.add(f"{what}.nonfinite", message, Verdict.DIVERGED, **at(place))
+        findings.add(f"{what}.nonfinite", message, Verdict.DIVERGED, **at(place), hint="nonfinite")
     if (place := result.first_out) is not None:
         message = f"{_out_of(result, place, name, row)} ({result.rows_out} of {result.rows_compared} rows are out)"
-        findings.add(f"{what}.out_of_tolerance", message, Verdict.DIVERGED, **at(place))
-    elif result.rows_other_bits and terms.tolerance.is_zero:
+        own = None if result.run_nonfinite is not None else hint
+        findings.add(f"{what}.out_of_tolerance", message, Verdict.DIVERGED, **at(place), hint=own)
+    elif result.rows_other_bits and tolerance.is_zero:
         message = f"{result.rows_other_bits} rows of {name} have other bits by their digests, and the tolerance is 0"
         findings.add(f"{what}.other_bits", message, Verdict.DIVERGED)
     if combine([Verdict.IDENTICAL, *findings.verdicts]) in (Verdict.DIVERGED, Verdict.INVALID):
         return
     if not result.all_bits:
         _judge_completeness(findings, result, terms, what, name)
-        if result.form == "full" and terms.tolerance.is_zero and result.max_abs == 0:
+        if result.form == "full" and tolerance.is_zero and result.max_abs == 0:
             rows = result.rows_compared - result.rows_identical
             findings.add(f"{what}.signed_zero", f"{rows} rows of {name} differ in the sign of a zero only", None)
     if result.too_loose and (parted or not result.all_bits):
@@ -247,7 +274,7 @@ def _judge_completeness(findings: SequenceFindings, result: LogitsResult, terms:
     if result.rows_unmeasured:
         message = f"{result.rows_unmeasured} rows of {name} can't be measured: a side holds no values of them"
         findings.add(f"{what}.unmeasured", message, Verdict.INCONCLUSIVE)
-    elif partial and terms.tolerance.max_kl is not None:
+    elif partial and terms.of(what)[0].max_kl is not None:
         message = f"--max-kl needs full {name}; they are {result.form}"
         findings.add(f"{what}.no_kl", message, Verdict.INCONCLUSIVE)
     elif partial and not terms.options.allow_partial:

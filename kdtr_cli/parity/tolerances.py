@@ -8,8 +8,9 @@ Every bound that is set must hold: a value passes only if a condition is *shown 
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 import numpy as np
 
@@ -17,13 +18,52 @@ from kdtr_cli.errors import InputError
 from kdtr_cli.parity.metrics import abs_difference, kl_divergence, ulp_distance
 from kdtr_cli.parity.verdicts import ON_TIE
 
-__all__ = ["EXACT_TIER", "JudgeOptions", "Tolerance", "effective_tolerance"]
+__all__ = ["EXACT_TIER", "JudgeOptions", "TensorRule", "Tolerance", "check_rules", "effective_tolerance"]
+__all__ += ["tolerance_for"]
 
 #: The only tier that is judged without being told a tolerance.
 EXACT_TIER = "exact"
 
 #: The bounds and the options that set them.
 _BOUNDS = {"atol": "--atol", "rtol": "--rtol", "max_ulp": "--max-ulp", "max_kl": "--max-kl"}
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """Bounds for the tensors whose names a pattern matches (`*`, `?` and `[...]`, as of file names; case counts):
+    `logits`, `prompt_logits` and those of a trace. Of a list of rules the first that matches holds.
+
+    Raises InputError for a bound out of range, and for a rule without any.
+    """
+
+    tensor: str
+    atol: float | None = None
+    rtol: float | None = None
+    max_ulp: int | None = None
+    origin: str = "--rule"
+
+    def __post_init__(self) -> None:
+        if not self.tensor:
+            raise InputError(f"{self.origin}: a rule needs the pattern of a tensor's name")
+        bounds = {name: getattr(self, name) for name in ("atol", "rtol", "max_ulp")}
+        if all(value is None for value in bounds.values()):
+            raise InputError(f"{self.origin}: the rule for {self.tensor!r} bounds nothing; give {', '.join(bounds)}")
+        for name, value in bounds.items():
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise InputError(f"{self.origin}: {name} of {self.tensor!r} is {value}; give a number from 0 on")
+
+    def matches(self, name: str) -> bool:
+        return fnmatchcase(name, self.tensor)
+
+    def tolerance(self, max_kl: float | None, kl_origin: str | None) -> "Tolerance":
+        """The bounds on single values; that on whole rows of logits is the options'."""
+        atol, rtol = self.atol, self.rtol
+        if atol is not None or rtol is not None:
+            atol, rtol = atol or 0.0, rtol or 0.0
+        origins = dict.fromkeys(("atol", "rtol", "max_ulp"), f"rule {self.tensor}, {self.origin}")
+        if kl_origin is not None:
+            origins["max_kl"] = kl_origin
+        return Tolerance(atol, rtol, self.max_ulp, max_kl, origins)
 
 
 @dataclass(frozen=True)
@@ -44,6 +84,7 @@ class JudgeOptions:
     steps: int | None = None
     select: tuple[str, ...] | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
+    rules: tuple[TensorRule, ...] = ()
 
     def origin(self, name: str) -> str:
         """Where the value of the field `name` came from."""
@@ -134,3 +175,27 @@ def effective_tolerance(options: JudgeOptions, tier: str) -> Tolerance | None:
         given[other] = 0.0
         origins[other] = f"0 beside {_BOUNDS[named]}"
     return Tolerance(**{name: given.get(name) for name in _BOUNDS}, origins=origins)
+
+
+def tolerance_for(name: str, rules: tuple[TensorRule, ...], base: Tolerance) -> tuple[Tolerance, bool]:
+    """The bounds of a tensor, and whether they decide: those of the first rule that matches, else the options'. The
+    options' bounds are made for logits: of a trace's tensors they decide at 0 alone."""
+    rule = next((r for r in rules if r.matches(name)), None)
+    is_logits = name in ("logits", "prompt_logits")
+    if rule is not None:
+        return rule.tolerance(base.max_kl if is_logits else None, base.origins.get("max_kl")), True
+    return base if is_logits else replace(base, max_kl=None), is_logits or base.is_zero
+
+
+def check_rules(rules: tuple[TensorRule, ...], names: Collection[str]) -> None:
+    """InputError for a rule that holds for none of the tensors that are compared."""
+    for i, rule in enumerate(rules):
+        matched = [name for name in names if rule.matches(name)]
+        if not matched:
+            some = ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else "")
+            raise InputError(
+                f"{rule.origin}: the rule for {rule.tensor!r} matches no tensor that is compared: {some or 'none are'} "
+                "(traces need kdtr golden --trace and kdtr run --trace)"
+            )
+        if all(any(earlier.matches(name) for earlier in rules[:i]) for name in matched):
+            raise InputError(f"{rule.origin}: the rule for {rule.tensor!r} never holds: earlier rules match all of its")

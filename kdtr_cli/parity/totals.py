@@ -50,6 +50,10 @@ def sum_up(results: Sequence[SequenceResult], golden: Sequence[EvidenceSequence]
             ((i, d.round) for i, one in rounds if (d := one.first_difference) is not None), None
         ),
         verdicts={v.value: n for v in Verdict if (n := sum(r.verdict is v for r in results))},
+        first_tensor=next(
+            ((r.index, t.first_row, t.name) for r in met if r.trace is not None and (t := r.trace.first) is not None),
+            None,
+        ),
     )
 
 
@@ -59,9 +63,9 @@ def add_totals(one: Totals, other: Totals, first: int, begun: bool = True) -> To
     sums = {name: getattr(one, name) + getattr(other, name) for name in _SUMS}
     worst = {name: _worst([getattr(one, name), getattr(other, name)]) for name in ("max_abs", "max_ulp", "max_kl")}
     places = {}
-    for name in ("first_divergence", "first_logit_failure", "first_round_difference"):
+    for name in ("first_divergence", "first_logit_failure", "first_round_difference", "first_tensor"):
         place = getattr(other, name)
-        moved = None if place is None else (place[0] + first, place[1])
+        moved = None if place is None else (place[0] + first, *place[1:])
         places[name] = moved if getattr(one, name) is None else getattr(one, name)
     verdicts = {v.value: n for v in Verdict if (n := one.verdicts.get(v.value, 0) + other.verdicts.get(v.value, 0))}
     return replace(

@@ -48,7 +48,8 @@ class Finding:
 
     `code` is a stable dotted name (docs/judging.md lists them), `message` one line, `verdict` what the finding leads
     to (None: nothing). `sequence` is the sequence's id, `step` the output position, `token` the place in the
-    vocabulary; `golden` and `run` are the two values that were compared, as JSON can hold them.
+    vocabulary; `golden` and `run` are the two values that were compared, as JSON can hold them. `hint`: what the fault
+    may be, a code of `hints.HINTS`.
     """
 
     level: Level
@@ -60,6 +61,7 @@ class Finding:
     token: int | None = None
     golden: object = None
     run: object = None
+    hint: str | None = None
 
 
 _RANK = {verdict: rank for rank, verdict in enumerate(Verdict)}

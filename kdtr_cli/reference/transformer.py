@@ -277,7 +277,7 @@ class Model:
             ys += self._routed(xs[wave], routed[wave], name, observe[wave])
         if c.n_shared_experts:
             outs = self._told_mlp(xs, f"{name}.shared_experts", f"{name}.shared_", observe)
-            self._tell_inner(observe, f"{name}.shared_out", outs)
+            _tell(observe, f"{name}.shared_out", outs)
             ys = [y + out for y, out in zip(ys, outs, strict=True)]
         _tell(observe, f"{name}.moe_out", ys)
         return ys

@@ -64,7 +64,8 @@ def _tolerance(report: Report) -> dict[str, object]:
         name: {"value": _plain(getattr(report.options, name)), "origin": report.options.origins.get(name, "default")}
         for name in ("on_tie", "allow_partial", "allow_loose", "steps", "select")
     }
-    return {"reference": report.reference, **bounds, **options}
+    rules = [_plain(rule) for rule in report.options.rules]
+    return {"reference": report.reference, **bounds, **options, "rules": rules}
 
 
 def _finding(finding: Finding) -> dict[str, object]:

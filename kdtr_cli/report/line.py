@@ -62,6 +62,8 @@ def _further(report: Report) -> list[tuple[str, object]]:
         pairs.append(("missing", t.missing))
     if t.extra:
         pairs.append(("extra", t.extra))
+    if t.first_tensor is not None:
+        pairs.append(("first_tensor", safe(":".join(map(str, t.first_tensor)))))
     return pairs
 
 

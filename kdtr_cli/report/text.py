@@ -7,7 +7,8 @@ import numpy as np
 
 from kdtr_cli.parity.results import Report, RoundsResult, SequenceResult, Side, StepDetail
 from kdtr_cli.parity.tally import LogitsResult
-from kdtr_cli.parity.tolerances import Tolerance
+from kdtr_cli.parity.tolerances import TensorRule, Tolerance
+from kdtr_cli.parity.traces import TraceResult, step_of
 from kdtr_cli.parity.verdicts import Verdict
 from kdtr_cli.report.line import safe, verdict_line
 
@@ -18,6 +19,8 @@ MAX_TOKENS = 96
 #: More sequences than these are counted only; those that do not agree are shown first.
 MAX_SEQUENCES = 32
 MAX_FINDINGS = 40
+#: Of the tensors that are out, the first ones.
+MAX_TENSORS = 6
 _LABEL = 12
 
 
@@ -45,6 +48,8 @@ def _header(report: Report) -> Iterator[str]:
         against = f"the golden's {report.reference} logits" if report.reference else "no logits: the golden has none"
         yield f"{'rule':<8}{_rule(report.tolerance)}, against {against}"
     o = report.options
+    for rule in o.rules:
+        yield f"{'':<8}{_tensor_rule(rule)}"
     said = [
         f"{name} {safe(str(value))} ({safe(o.origin(name))})"
         for name, value, default in (
@@ -90,6 +95,12 @@ def _rule(tolerance: Tolerance) -> str:
     return " and ".join(rules)
 
 
+def _tensor_rule(rule: TensorRule) -> str:
+    bounds = [f"{n} {getattr(rule, n):g}" for n in ("atol", "rtol") if getattr(rule, n) is not None]
+    bounds += [f"max_ulp {rule.max_ulp}"] if rule.max_ulp is not None else []
+    return f"{safe(rule.tensor)}: {', '.join(bounds)} ({safe(rule.origin)})"
+
+
 def _shown(sequences: Sequence[SequenceResult]) -> list[SequenceResult]:
     if len(sequences) <= MAX_SEQUENCES:
         return list(sequences)
@@ -114,6 +125,8 @@ def _sequence(result: SequenceResult, teacher_forced: bool, width: int) -> Itera
     yield from _tokens(result.golden_tokens, result.run_tokens, teacher_forced, width)
     if result.divergence is not None:
         yield from _divergence(result.divergence)
+    if result.trace is not None:
+        yield from _trace(result.trace, result.prompt_length)
 
 
 def _length(n: int | None, finish: str | None) -> str:
@@ -154,6 +167,24 @@ def _held(rounds: int | None, mean: float | None) -> str:
 
 def _tau(mean: float | None) -> str:
     return "-" if mean is None else f"{mean:.2f}"
+
+
+def _trace(r: TraceResult, prompt: int) -> Iterator[str]:
+    equal = sum(t.rows_identical == t.rows for t in r.tensors)
+    rows = max((t.rows for t in r.tensors), default=0)
+    yield f"  trace {equal} of {len(r.tensors)} tensors identical, at {rows} positions"
+    if r.first is None:
+        return
+    yield f"    {'step':>5} {'position':>9} {'rows out':>10} {'max abs':>10} {'nmse':>10}  tensor"
+    after = r.tensors[r.tensors.index(r.first) :]
+    shown = [t for t in after if t.rows_out][:MAX_TENSORS]
+    for t in shown:
+        worst, nmse = ("-" if v is None else f"{v:.3e}" for v in (t.max_abs, t.nmse))
+        hint = f"  <- {r.hint}" if t is r.first and r.hint else ""
+        figures = f"{f'{t.rows_out}/{t.rows}':>10} {worst:>10} {nmse:>10}"
+        yield f"    {step_of(t.first_row, prompt):>5} {t.first_row:>9} {figures}  {safe(t.name)}{hint}"
+    if more := sum(t.rows_out > 0 for t in r.tensors) - len(shown):
+        yield f"    and {more} more tensors out of tolerance"
 
 
 def _tokens(golden: np.ndarray, run: np.ndarray, mark_all: bool, width: int) -> Iterator[str]:
@@ -241,6 +272,7 @@ def _number(value: float | None) -> str:
 
 def _findings(report: Report) -> Iterator[str]:
     for finding in report.findings[:MAX_FINDINGS]:
-        yield f"{finding.level.value:<8}{safe(finding.message)} [{safe(finding.code)}]"
+        hint = f" (hint: {finding.hint})" if finding.hint else ""
+        yield f"{finding.level.value:<8}{safe(finding.message)} [{safe(finding.code)}]{hint}"
     if len(report.findings) > MAX_FINDINGS:
         yield f"{'':<8}and {len(report.findings) - MAX_FINDINGS} more findings (--format json lists all)"

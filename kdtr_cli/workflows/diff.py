@@ -14,11 +14,13 @@ import numpy as np
 from kdtr_cli.bundle.reader import Bundle, BundleSequence, open_bundle
 from kdtr_cli.bundle.schema import ARITHMETICS
 from kdtr_cli.errors import DeviceError, InputError
-from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits, Rounds
+from kdtr_cli.model.traces import execution_order
+from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits, Rounds, Tensor
 from kdtr_cli.parity.judge import invalid, judge
 from kdtr_cli.parity.results import Report
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict
+from kdtr_cli.workflows.diff_facts import model_facts
 from kdtr_cli.workflows.diff_rounds import drafts_kept, has_rounds, read_rounds
 
 __all__ = ["bundle_evidence", "check_report_target", "diff", "judge_bundles", "write_report"]
@@ -68,6 +70,7 @@ def bundle_evidence(bundle: Bundle) -> Evidence:
         manifest_sha256=bundle.manifest_sha256,
         vocab_size=bundle.vocab,
         drafts_kept=drafts_kept(bundle),
+        facts=model_facts(bundle) if any(s.trace for s in sequences) else None,
     )
 
 
@@ -109,7 +112,17 @@ def _sequence(bundle: Bundle, sequence: BundleSequence) -> EvidenceSequence:
         prompt_logits=groups["prompt_logits"],
         ties=tuple(sequence.array("ties").tolist()) if "ties" in names else (),
         rounds=partial(_rounds, bundle, sequence) if has_rounds(sequence) else None,
+        trace=_trace(sequence, names),
     )
+
+
+def _trace(sequence: BundleSequence, names: set[str]) -> dict[str, Tensor]:
+    traced = {}
+    for name in execution_order(n.removeprefix("trace/") for n in names if n.startswith("trace/")):
+        path = f"trace/{name}"
+        rows, digest = partial(_rows, sequence, path), partial(_verified_digest, sequence, path)
+        traced[name] = Tensor(*sequence.shape(path), sequence.dtype(path), rows, digest)
+    return traced
 
 
 def _logits(sequence: BundleSequence, base: str, names: set[str], dtype: np.dtype) -> Logits:

@@ -36,7 +36,7 @@ def test_the_kinds_of_the_table_are_those_of_the_schema():
     """Every name that the schema has a rule for is a tensor of some model."""
     known = {t.name for name in NAMES for t in trace_tensors(config_of(name), "full")}
     kinds = {t.kind for name in NAMES for t in trace_tensors(config_of(name), "full")}
-    for kind in kinds | {"values", "qkv", "shared_out", "logits", "input_layernorm"}:
+    for kind in kinds | {"values", "qkv", "experts_out", "logits", "input_layernorm"}:
         for name in (kind, f"model.layers.1.{kind}", f"model.layers.1.self_attn.{kind}", f"model.layers.1.mlp.{kind}"):
             allowed = array_rule("golden", f"trace/{name}") is not None
             assert allowed == (name in known | {"model.layers.1.mlp.mlp_out"}), name

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, RoundProblem, Rounds, logits_of
+from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, ModelFacts, RoundProblem, Rounds, Tensor, logits_of
 
 SHA = {name: f"{i:x}" * 64 for i, name in enumerate(("config", "weights", "rope", "golden", "tensor"), start=1)}
 
@@ -14,7 +14,8 @@ SHA = {name: f"{i:x}" * 64 for i, name in enumerate(("config", "weights", "rope"
 @dataclass
 class Seq:
     """A sequence that tests may change in place; `logits` and `prompt_logits` map arithmetic to an array, `form` says
-    in which form each is given to the judge; `rounds` has the arrays of rounds/ by path (empty: none recorded)."""
+    in which form each is given to the judge; `rounds` has the arrays of rounds/ by path (empty: none recorded), `trace`
+    the tensors of a trace by name, in order of execution."""
 
     id: str
     stream: int
@@ -28,6 +29,7 @@ class Seq:
     ties: tuple[int, ...] = ()
     rounds: dict[str, np.ndarray] = field(default_factory=dict)
     problems: tuple[RoundProblem, ...] = ()
+    trace: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Side:
     vocab: int | None = None
     sha256: str | None = None
     drafts_kept: int | None = None
+    facts: ModelFacts | None = None
 
     def evidence(self) -> Evidence:
         return Evidence(
@@ -56,6 +59,7 @@ class Side:
                     {k: logits_of(v, s.form, digest=s.digest) for k, v in s.prompt_logits.items()},
                     s.ties,
                     partial(Rounds, s.rounds, s.problems) if s.rounds else None,
+                    {name: tensor_of(values) for name, values in s.trace.items()},
                 )
                 for s in self.seqs
             ),
@@ -63,11 +67,16 @@ class Side:
             manifest_sha256=self.sha256,
             vocab_size=self.vocab,
             drafts_kept=self.drafts_kept,
+            facts=self.facts,
         )
 
     @property
     def one(self) -> Seq:
         return self.seqs[0]
+
+
+def tensor_of(values: np.ndarray) -> Tensor:
+    return Tensor(len(values), values.shape[1], values.dtype, lambda lo, hi: values[lo:hi])
 
 
 def manifest(kind: str, tier: str = "exact", mode: str = "ar", teacher_forced: bool = False, steps: int = 6) -> dict:

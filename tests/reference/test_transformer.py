@@ -460,7 +460,7 @@ class TestOverflow:
             ("model.layers.0.self_attn.kv_b_proj.weight", "model.layers.0.self_attn.attn_out"),
             ("model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.mlp_out"),
             ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.router_logits"),
-            ("model.layers.1.mlp.shared_experts.down_proj.weight", "model.layers.1.mlp.moe_out"),
+            ("model.layers.1.mlp.shared_experts.down_proj.weight", "model.layers.1.mlp.shared_out"),
             ("lm_head.weight", "logits"),
         ],
     )

@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 from parity_cases import golden_side, make_tie, perturb, run_side
 from rounds_cases import round_pair, rounds_of
+from trace_cases import MOE, noise, traced_pair
 
 from kdtr_cli.parity.combine import Combined
 from kdtr_cli.parity.judge import invalid, judge
 from kdtr_cli.parity.results import Report
-from kdtr_cli.parity.tolerances import JudgeOptions
+from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict
 
 __all__ = ["NASTY", "REPORTS", "many", "sweep"]
@@ -155,6 +156,20 @@ def rounds_not_compared() -> Report:
     return judged(golden, run)
 
 
+def traced() -> Report:
+    return judged(*traced_pair())
+
+
+def trace_parts(**options) -> Report:
+    golden, run = traced_pair()
+    trace = run.one.trace
+    trace[f"{MOE}self_attn.q_latent"] = 2 * trace[f"{MOE}self_attn.q_latent"]
+    for name in (f"{MOE}mlp.moe_out", "final_norm"):
+        trace[name] = noise(trace[name])
+    del trace["embed"]
+    return judged(golden, run, **options)
+
+
 def nasty() -> Report:
     golden, run = pair(sequences=len(NASTY))
     for i, name in enumerate(NASTY):
@@ -239,6 +254,11 @@ REPORTS: dict[str, Callable[[], Report]] = {
     "rounds differ": rounds_differ,
     "rounds open": rounds_open,
     "rounds not compared": rounds_not_compared,
+    "traced": traced,
+    "trace parts": trace_parts,
+    "trace parts within": lambda: trace_parts(
+        atol=1e-3, rules=(TensorRule("*.q_latent", max_ulp=2**40), TensorRule("logits", rtol=1e-3)), allow_loose=True
+    ),
     "two goldens": lambda: judged(golden_side(), golden_side()),
     "nasty": nasty,
     "sweep": sweep,

@@ -123,7 +123,7 @@ def test_the_first_divergence_and_the_findings():
     assert "tokens.diverged" in codes
     assert "sequence.missing" in codes
     assert {tuple(f) for f in document["findings"]} == {
-        ("level", "code", "message", "verdict", "sequence", "step", "token", "golden", "run")
+        ("level", "code", "message", "verdict", "sequence", "step", "token", "golden", "run", "hint")
     }
 
 

@@ -5,8 +5,10 @@ import re
 import numpy as np
 import pytest
 from parity_cases import golden_side, make_tie, perturb, run_side
+from report_cases import REPORTS
 from rounds_cases import round_pair, rounds_of
 
+from kdtr_cli.parity.combine import Combined
 from kdtr_cli.parity.judge import judge
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.report.line import safe, verdict_line
@@ -237,3 +239,15 @@ class TestRounds:
 )
 def test_safe_text_is_one_line_of_ascii(text, shown):
     assert safe(text) == shown
+
+
+def test_the_first_tensor_stands_last_of_the_pairs():
+    found = verdict_line(REPORTS["trace parts"]())
+    assert FORM.fullmatch(found)
+    assert found.endswith(" first_tensor=0:0:model.layers.1.self_attn.q_latent verdict=DIVERGED")
+    assert "first_tensor" not in verdict_line(REPORTS["traced"]())
+    # in a sweep the place counts on
+    combined = Combined()
+    for report, first in ((REPORTS["traced"](), 0), (REPORTS["trace parts"](), 1)):
+        combined.add(report, first)
+    assert " first_tensor=1:0:model.layers.1.self_attn.q_latent " in verdict_line(combined.report("g", "r"))

@@ -5,7 +5,9 @@ import re
 import numpy as np
 import pytest
 from parity_cases import golden_side, make_tie, perturb, run_side
+from report_cases import REPORTS
 from rounds_cases import round_pair, rounds_of
+from trace_cases import noise, traced_pair
 
 from kdtr_cli.parity.evidence import RoundProblem
 from kdtr_cli.parity.judge import judge
@@ -215,7 +217,7 @@ class TestRounds:
         place = f"round 2 (position {a['start'][2]}): the bonus is {a['bonus'][2]}, golden {old}"
         assert f"equal; tau golden {a['n_accepted'].mean():.2f}" in text
         assert f"; first difference in {place}\n" in text
-        assert f"error   sequence 's0': {place} [rounds.bonus]\n" in text
+        assert f"error   sequence 's0': {place} [rounds.bonus] (hint: tree)\n" in text
 
     def test_rounds_that_are_not_compared(self):
         golden, run = round_pair(sequences=1, steps=24)
@@ -252,3 +254,36 @@ def test_a_field_s_name_can_not_break_a_line():
     text = report_text(judge(golden.evidence(), run.evidence()))
     assert "\nPASS" not in text
     assert "[provenance.choices.x PASS]" in text
+
+
+class TestTraces:
+    def test_equal_ones_are_counted(self):
+        text = report_text(REPORTS["traced"](), 100)
+        assert re.search(r"\n  trace (\d+) of \1 tensors identical, at 20 positions\n", text)
+        assert "<-" not in text
+
+    def test_the_first_tensor_stands_first_with_figures_and_hint(self):
+        text = report_text(REPORTS["trace parts"](), 100)
+        lines = text.split("\n")
+        at = next(i for i, line in enumerate(lines) if "rows out" in line)
+        assert lines[at].split() == ["step", "position", "rows", "out", "max", "abs", "nmse", "tensor"]
+        first, second, third, after = (line.split() for line in lines[at + 1 : at + 5])
+        assert first[:3] == ["0", "0", "20/20"]
+        assert first[4:] == ["1.000e+00", "model.layers.1.self_attn.q_latent", "<-", "constant-scale"]
+        assert (second[-1], third[-1]) == ("model.layers.1.mlp.moe_out", "final_norm")
+        assert after == []
+        assert "[trace.parted] (hint: constant-scale)" in text
+        assert "golden alone has traced embed: not compared [trace.partial]" in text
+
+    def test_rules_stand_beside_the_bounds(self):
+        text = report_text(REPORTS["trace parts within"](), 100)
+        assert "\n        *.q_latent: max_ulp 1099511627776 (--rule)\n        logits: rtol 0.001 (--rule)\n" in text
+
+    def test_many_tensors_are_cut(self):
+        golden, run = traced_pair()
+        for name, values in run.one.trace.items():
+            run.one.trace[name] = noise(values) if values.dtype.kind == "f" else values
+        text = text_of(golden, run)
+        assert len(re.findall(r"\n +0 +0 +20/20 ", text)) == 6
+        more = sum(a.dtype.kind == "f" for a in run.one.trace.values()) - 6
+        assert f"\n    and {more} more tensors out of tolerance\n" in text
