@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kdtr_cli.parity.rotary import describe_rotation, is_permutation
+
 __all__ = ["HINTS", "Look", "fitting"]
 
 #: Strongest first: of several codes that fit, the first is told.
@@ -29,8 +31,9 @@ _CLOSE = 1e-5  # of a factor or a shift: float32 keeps seven digits, sums lose o
 class Look:
     """What an operation gave and should have given, float32 [M, …], and what it is.
 
-    kind: "rope" (rotated vectors in the last axis), "router" (weights, with the experts' ids on both sides), "experts"
-    (items [M, slots, n], with the ids), "logits", or anything else. ids: int32 [M, slots].
+    kind: "rope" (rotated vectors in the last axis; ``rotary``: radians a position of each pair), "router" (weights, with
+    the experts' ids on both sides), "experts" (items [M, slots, n], with the ids), "logits", or anything else.
+    ids: int32 [M, slots].
     """
 
     kind: str
@@ -38,6 +41,7 @@ class Look:
     wanted: np.ndarray
     ids: np.ndarray | None = None
     got_ids: np.ndarray | None = None
+    rotary: np.ndarray | None = None
 
 
 def fitting(look: Look, positions: np.ndarray) -> frozenset[str]:
@@ -53,7 +57,7 @@ def fitting(look: Look, positions: np.ndarray) -> frozenset[str]:
         codes.add("constant-scale")
     match look.kind:
         case "rope":
-            codes |= _rope(got, wanted, wrong, positions)
+            codes |= _rope(look, wrong, positions)
         case "router" if not np.array_equal(look.got_ids, look.ids):
             codes = {"router-choice"}
         case "router":
@@ -83,16 +87,21 @@ def _is_shifted(got: np.ndarray, wanted: np.ndarray) -> bool:
     return bool((np.abs(apart - shift) <= _CLOSE * np.maximum(np.abs(shift), np.abs(wanted))).all())
 
 
-def _rope(got: np.ndarray, wanted: np.ndarray, wrong: np.ndarray, positions: np.ndarray) -> set[str]:
-    codes = set()
-    if np.array_equal(np.sort(got, -1), np.sort(wanted, -1)):
-        codes.add("rope-layout")
+def _rope(look: Look, wrong: np.ndarray, positions: np.ndarray) -> set[str]:
+    """The layout, where the right numbers stand elsewhere; else of vectors that are turned: by another position, where
+    that is a whole number or position 0 is turned too; by other frequencies, where position 0 alone is right."""
+    got, wanted = (a.reshape(len(a), -1)[wrong].astype(np.float64) for a in (look.got, look.wanted))
+    if is_permutation(wanted, got).all():
+        return {"rope-layout"}
+    turned = describe_rotation(wanted, got, positions[wrong], look.rotary)
+    if turned.shift is not None:
+        return {"position"}
     first = positions == 0
-    if not (wrong & first).any() and wrong[~first].all():
-        codes.add("yarn-scale")
-    if (wrong | ~first).all():
-        codes.add("position")
-    return codes
+    if not turned.rotation or not (wrong | first).all():
+        return set()
+    if not first.any():
+        return {"yarn-scale", "position"}
+    return {"position" if wrong[first].any() else "yarn-scale"}
 
 
 def _is_one_expert(wrong: np.ndarray, ids: np.ndarray) -> bool:

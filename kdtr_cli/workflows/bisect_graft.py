@@ -10,6 +10,7 @@ from kdtr_cli.engine.devices import DeviceArray
 from kdtr_cli.engine.kernels import expert_tile
 from kdtr_cli.engine.transformer import Rows, Transformer
 from kdtr_cli.model.prompts import Decoding, Prompt
+from kdtr_cli.model.rope import inv_freq
 from kdtr_cli.parity.operation_hints import Look
 from kdtr_cli.parity.operations import OperationResult, OperationTally
 from kdtr_cli.parity.tolerances import Tolerance
@@ -82,6 +83,7 @@ class Grafting:
     ) -> None:
         self.engine, self.reference, self.decoding, self.tolerance = engine, reference, decoding, tolerance
         self.device = engine.device
+        self._rotary = np.asarray(inv_freq(engine.config), np.float64)
         self.kernels: set[str] = set()  #: all that were launched
         self._tallies: dict[tuple, OperationTally] = {}  # by place, in order of execution
         self._launched: list[str] = []
@@ -202,13 +204,13 @@ class Grafting:
         latent = self.engine.config.kv_lora_rank
         look = None
         if np.array_equal(got[:, :latent], right[:, :latent]):
-            look = Look("rope", got[:, latent:], right[:, latent:])
+            look = Look("rope", got[:, latent:], right[:, latent:], rotary=self._rotary)
         add((got, right), (np.full(len(new), strays), np.zeros(len(new), int)), look)
         self.device.write(self.engine.caches[layer], keys)
         got = self._read(array, wanted)
         self._tally(absorb, layer)((got[..., :latent], wanted[..., :latent]))
         turned = got[..., latent:], wanted[..., latent:]
-        self._tally(rotate, layer)(turned, look=Look("rope", *turned))
+        self._tally(rotate, layer)(turned, look=Look("rope", *turned, rotary=self._rotary))
         self._write(array, wanted)
 
     def _keys(self, layer: int, count: int) -> np.ndarray:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kdtr_cli.parity.hints import HINTS as ALL_HINTS
 from kdtr_cli.parity.operation_hints import HINTS, Look, fitting
 from kdtr_cli.parity.operations import IDENTICAL, OUT, WITHIN, OperationTally
 from kdtr_cli.parity.tolerances import JudgeOptions, effective_tolerance
@@ -108,8 +109,17 @@ class TestTally:
         assert one.result().hints == ()
 
 
+ROTARY = np.array([1.0, 0.1, 0.01, 0.001])  #: radians a position of the four pairs of a vector of RIGHT
+
+
 def hints(kind: str, got, wanted=RIGHT, at=AT, ids=None, got_ids=None) -> set[str]:
-    return set(fitting(Look(kind, np.asarray(got, np.float32), wanted, ids, got_ids), at))
+    return set(fitting(Look(kind, np.asarray(got, np.float32), wanted, ids, got_ids, ROTARY), at))
+
+
+def turned(angles: np.ndarray) -> np.ndarray:
+    """RIGHT with pair i, (i, i + 4), of each row turned by angles [6, 4]."""
+    pairs = (RIGHT[..., :4] + 1j * RIGHT[..., 4:]) * np.exp(1j * angles)[:, None]
+    return np.concatenate([pairs.real, pairs.imag], -1).astype(np.float32)
 
 
 class TestHints:
@@ -141,15 +151,17 @@ class TestHints:
 
     def test_rotated_vectors(self):
         apart = RIGHT.reshape(6, 3, 4, 2).swapaxes(-1, -2).reshape(6, 3, 8)
-        assert "rope-layout" in hints("rope", apart)
-        turned = RIGHT + 1
-        assert hints("rope", turned) == {"position"}
-        turned[0] = RIGHT[0]
-        assert hints("rope", turned) == {"yarn-scale"}
+        assert hints("rope", apart) == {"rope-layout"}
+        assert hints("rope", turned(np.ones((6, 1)) * ROTARY)) == {"position"}
+        assert hints("rope", turned(np.ones((6, 1)) * ROTARY * 0.3)) == {"position"}
+        slower = turned(AT[:, None] * ROTARY * -0.3)
+        assert hints("rope", slower) == {"yarn-scale"}
         # without position 0 nobody can say
-        assert hints("rope", RIGHT[1:] + 1, RIGHT[1:], AT[1:]) == {"yarn-scale", "position"}
-        turned[3] = RIGHT[3]
-        assert hints("rope", turned) == set()
+        assert hints("rope", slower[1:], RIGHT[1:], AT[1:]) == {"yarn-scale", "position"}
+        slower[3] = RIGHT[3]
+        assert hints("rope", slower) == set()
+        assert hints("rope", RIGHT + 1) == set()
+        assert hints("rope", RIGHT * 2) == {"constant-scale"}
 
     def test_routers(self):
         weights, ids = np.abs(RIGHT[:, 0]), np.arange(48).reshape(6, 8)
@@ -176,5 +188,6 @@ class TestHints:
         ids = np.arange(18).reshape(6, 3)
         assert hints("router", RIGHT, ids=ids, got_ids=ids[::-1]) == {"router-choice"}
 
-    def test_every_code_is_known(self):
+    def test_the_codes_are_those_of_all_hints(self):
         assert len(HINTS) == len(set(HINTS))
+        assert {*HINTS, "prefill-decode", "first-tensor"} <= set(ALL_HINTS)

@@ -148,7 +148,7 @@ FAULTS = {
         "b * c + a * s",
         "b * c - a * s",
         ("rope_query@layer0-1",),
-        "yarn-scale",
+        "first-tensor",
     ),
     "keys take the angle of their row": (
         "kv_append",
@@ -156,7 +156,7 @@ FAULTS = {
         "(i64)positions[row] * half",
         "(i64)row * half",
         ("kv_append@layer0-1:batch+decode",),
-        "yarn-scale",
+        "position",
     ),
     "keys get into another sequence as well": (
         "kv_append",
