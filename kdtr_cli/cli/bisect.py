@@ -12,6 +12,7 @@ from kdtr_cli.parity.operations import OUT, OperationResult
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.workflows.bisect import BisectOptions
 from kdtr_cli.workflows.bisect import bisect as run_bisect
+from kdtr_cli.workflows.bisect_graft import FORMS
 from kdtr_cli.workflows.bisect_report import BisectReport, Group, grouped, ranges
 
 __all__ = ["bisect"]
@@ -108,7 +109,7 @@ def _cells(group: Group) -> tuple[object, ...]:
         "!" if group.status == OUT else "",
         group.rows[0].operation,
         ",".join(ranges(sorted(set(layers)))) or "-",
-        "+".join(dict.fromkeys(row.form for row in group.rows)),
+        _forms(group),
         _kernels(group.rows),
         f"{good}/{group.rows_total}",
         _number(group.max_abs),
@@ -116,6 +117,11 @@ def _cells(group: Group) -> tuple[object, ...]:
         _number(group.nmse),
         group.status,
     )
+
+
+def _forms(group: Group) -> str:
+    forms = dict.fromkeys(row.form for row in group.rows)
+    return "all" if len(forms) == len(FORMS) else "+".join(forms)
 
 
 def _number(value: float | None) -> str:

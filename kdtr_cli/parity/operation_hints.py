@@ -31,9 +31,9 @@ _CLOSE = 1e-5  # of a factor or a shift: float32 keeps seven digits, sums lose o
 class Look:
     """What an operation gave and should have given, float32 [M, …], and what it is.
 
-    kind: "rope" (rotated vectors in the last axis; ``rotary``: radians a position of each pair), "router" (weights, with
-    the experts' ids on both sides), "experts" (items [M, slots, n], with the ids), "logits", or anything else.
-    ids: int32 [M, slots].
+    kind: "rope" (rotated vectors in the last axis), "router" (weights, with the experts' ids on both sides), "experts"
+    (items [M, slots, n], with the ids), "logits", or anything else. ids: int32 [M, slots]. rotary: radians a position
+    of each rotated pair.
     """
 
     kind: str

@@ -22,10 +22,10 @@ from kdtr_cli.reference.transformer import Rows as NumpyRows
 from kdtr_cli.reference.twins import TWINS
 from kdtr_cli.workflows.bisect_operations import OPERATIONS, Operation, operations_of
 
-__all__ = ["BATCH", "DECODE", "PREFILL", "Grafting", "Pass"]
+__all__ = ["BATCH", "DECODE", "FORMS", "PREFILL", "Grafting", "Pass"]
 
 #: Forms of a pass: a piece of a sequence, as a prompt is fed; a few rows together; one row alone, as a step feeds it.
-_FORMS = PREFILL, BATCH, DECODE = "prefill", "batch", "decode"
+FORMS = PREFILL, BATCH, DECODE = "prefill", "batch", "decode"
 
 _SLOTS, _SLOT = 2, 1  # the sequence lies in the second slot: a kernel that forgets which one finds no keys
 
@@ -145,7 +145,7 @@ class Grafting:
         kernels = tuple(self._launched[: operation.launches])
         del self._launched[: operation.launches]
         self.kernels.update(kernels)
-        key = (place, OPERATIONS.index(operation), _FORMS.index(form), kernels)
+        key = (place, OPERATIONS.index(operation), FORMS.index(form), kernels)
         if key not in self._tallies:
             self._tallies[key] = OperationTally(operation.name, layer, form, kernels, self.tolerance)
 

@@ -36,7 +36,7 @@ def test_an_engine_that_is_right_as_text_and_as_json(golden):
     assert (made.exit_code, made.stderr) == (0, "")
     lines = made.stdout.splitlines()
     assert lines[0].split() == ["operation", "layer", "form", "kernels", "rows", "max", "abs", "ULP", "NMSE"]
-    assert lines[1].split()[:5] == ["embed", "-", "prefill+batch+decode", "embed_bf16", "14/14"]
+    assert lines[1].split()[:5] == ["embed", "-", "all", "embed_bf16", "14/14"]
     assert len(lines) == 1 + 28 + 2
     assert lines[-1] == "PASS bisect operations=60/60 identical sequences=1/2 verdict=IDENTICAL"
     document = json.loads(kdtr(*options, "--format", "json").stdout)
