@@ -23,7 +23,7 @@ from kdtr_cli.parity.tolerances import EXACT_TIER, JudgeOptions, effective_toler
 from kdtr_cli.reference import exact
 from kdtr_cli.reference.arith import CONTRACT_VERSION
 from kdtr_cli.reference.transformer import Model as NumpyModel
-from kdtr_cli.workflows.bisect_graft import BATCH, DECODE, PREFILL, Grafting, Pass
+from kdtr_cli.workflows.bisect_graft import BATCH, DECODE, PREFILL, SLOTS, Grafting, Pass
 from kdtr_cli.workflows.bisect_operations import pass_sizes, reachable_kernels
 from kdtr_cli.workflows.bisect_report import BisectReport
 from kdtr_cli.workflows.decode import Job
@@ -33,8 +33,6 @@ from kdtr_cli.workflows.run import RunOptions, check_golden, make_job, open_gold
 __all__ = ["BisectOptions", "bisect"]
 
 Progress = Callable[[str, int, int], None]
-
-_SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ def _engine(device: Device, job: Job) -> tuple[Transformer, int]:
     config, capacity = job.model.config, job.positions
     rows = prefill_rows(config, capacity)
     weights = upload_weights(device, config, job.model.weights)
-    return Transformer(device, config, weights, job.choices, rows=rows, slots=_SLOTS, capacity=capacity), rows
+    return Transformer(device, config, weights, job.choices, rows=rows, slots=SLOTS, capacity=capacity), rows
 
 
 def _selected(golden: Bundle, options: BisectOptions) -> list[BundleSequence]:

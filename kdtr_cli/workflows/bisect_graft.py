@@ -22,12 +22,13 @@ from kdtr_cli.reference.transformer import Rows as NumpyRows
 from kdtr_cli.reference.twins import TWINS
 from kdtr_cli.workflows.bisect_operations import OPERATIONS, Operation, operations_of
 
-__all__ = ["BATCH", "DECODE", "FORMS", "PREFILL", "Grafting", "Pass"]
+__all__ = ["BATCH", "DECODE", "FORMS", "PREFILL", "SLOTS", "Grafting", "Pass"]
 
 #: Forms of a pass: a piece of a sequence, as a prompt is fed; a few rows together; one row alone, as a step feeds it.
 FORMS = PREFILL, BATCH, DECODE = "prefill", "batch", "decode"
 
-_SLOTS, _SLOT = 2, 1  # the sequence lies in the second slot: a kernel that forgets which one finds no keys
+SLOTS = 2  #: that the engine needs
+_SLOT = 1  # the sequence lies in the second slot: a kernel that forgets which one finds no keys
 
 Got = Wanted = np.ndarray
 
@@ -73,7 +74,7 @@ class _Reference:
 
 
 class Grafting:
-    """An engine of two slots, the reference, which tells its inner tensors, and what was found of each operation.
+    """An engine of SLOTS slots, the reference, which tells its inner tensors, and what was found of each operation.
 
     ``rows``: the most of a pass.
     """
@@ -215,7 +216,7 @@ class Grafting:
 
     def _keys(self, layer: int, count: int) -> np.ndarray:
         """A layer's cache [slots, capacity, width] after ``count`` positions: what is not written yet is NaN."""
-        keys = np.full((_SLOTS, self.engine.capacity, self.engine.config.latent_dim), np.nan, np.float32)
+        keys = np.full((SLOTS, self.engine.capacity, self.engine.config.latent_dim), np.nan, np.float32)
         keys[_SLOT, :count] = self._cache.rows[layer][0][:count]
         return keys
 
