@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, Lazy] = {
     "import": Lazy("kdtr_cli.cli.import_file:import_command", "Make a run bundle of an engine's own output file."),
     "export": Lazy("kdtr_cli.cli.export:export", "Write a bundle, or a golden's inputs, as another file."),
     "selftest": Lazy("kdtr_cli.cli.selftest:selftest", "Sabotage the engine and see whether the gate notices."),
+    "bisect": Lazy("kdtr_cli.cli.bisect:bisect", "Find the faulty operation of the engine."),
     "merge": Lazy("kdtr_cli.cli.merge:merge", "Merge a sweep into one bundle."),
     "demo": Lazy("kdtr_cli.cli.demo:demo", "Show golden, run and diff on the built-in model."),
     "model": Lazy("kdtr_cli.cli.model:model", "Make or show a model folder."),
