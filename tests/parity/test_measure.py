@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity_cases import golden_side, run_side
+from parity_cases import golden_side, perturb, run_side
 from scipy.special import log_softmax, rel_entr
 from scipy.stats import entropy
 
@@ -370,6 +370,22 @@ class TestSummaries:
         assert (result.min_run_margin, result.min_run_margin_row) == (0.0, 6)
         assert result.curves.golden_margin[4] == 2.0**-18
         assert result.curves.top1_equal[6] == 0
+
+    def test_totals_are_those_of_all_rows(self):
+        golden = golden_side(sequences=3, steps=7, score=True)
+        run = run_side(golden)
+        perturb(run, 0.3)
+        totals = judge(golden.evidence(), run.evidence(), JudgeOptions(atol=1)).totals
+        pairs = [(g.logits["exact"], r.logits["engine"]) for g, r in zip(golden.seqs, run.seqs, strict=True)]
+        pairs += [
+            (g.prompt_logits["exact"], r.prompt_logits["engine"]) for g, r in zip(golden.seqs, run.seqs, strict=True)
+        ]
+        a, b = (np.concatenate(side) for side in zip(*pairs, strict=True))
+        whole = compare_logits(logits_of(a), logits_of(b), len(a), len(a), rule(1.0))
+        assert whole.top[0].rows == len(a) > whole.top[1].equal
+        for name in ("top", "p99_kl", "min_golden_margin", "min_run_margin", "rows_shifted"):
+            assert getattr(totals, name) == getattr(whole, name)
+        assert totals.mean_kl == pytest.approx(whole.mean_kl, rel=1e-14)
 
     def test_sets_with_equal_digests_have_their_margins_and_no_figure_is_taken(self, monkeypatch):
         golden = rows(2, 9, 50)[0]
