@@ -24,7 +24,7 @@ def same(one: Distribution, other: Distribution) -> bool:
 
 class TestPercentile:
     @given(
-        values=st.lists(st.floats(0, 1e300), min_size=1, max_size=300),
+        values=st.lists(st.floats(0, 1e300, allow_subnormal=False), min_size=1, max_size=300),
         percent=st.sampled_from([0, 1, 50, 90, 99, 100]),
     )
     @settings(max_examples=100)
