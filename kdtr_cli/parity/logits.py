@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -111,7 +111,7 @@ def _compare_full(tally: Tally, golden: Logits, run: Logits, n_rows: int, rows_t
             for side, scan in (("golden", g_scan), ("run", r_scan))
             if scan is not None
         ]
-        for done in _mapped(work, list(enumerate(parts)), threads):
+        for done in stack.enter_context(closing(_mapped(work, list(enumerate(parts)), threads))):
             for side, scan, thread in hashing:
                 if (rows := getattr(done, side)) is not None:
                     thread.do(scan.feed, rows)

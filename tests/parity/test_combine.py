@@ -138,7 +138,7 @@ def test_the_sum_is_the_whole(spoil, size, asked):
     seed=st.integers(0, 1000),
     atol=st.sampled_from([None, 1e-4, 1e-2]),
 )
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 def test_the_sum_is_the_whole_for_any_cut_and_mixture(sequences, size, spoils, seed, atol):
     golden = golden_side(sequences=max(sequences, 5 if spoils else 1), seed=seed)
     run = run_side(golden)
