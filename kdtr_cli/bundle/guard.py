@@ -36,6 +36,7 @@ __all__ = [
     "open_dataset",
     "open_group",
     "open_hdf5",
+    "plain_offset",
     "read_all",
     "read_rows",
     "read_text",
@@ -353,6 +354,14 @@ def _chunks(dataset: h5d.DatasetID) -> list[h5d.StoreInfo]:
 def dataset_fd(dataset: h5d.DatasetID) -> int:
     """The descriptor through which HDF5 reads the file of a dataset."""
     return h5py.h5i.get_file_id(dataset).get_vfd_handle()
+
+
+def plain_offset(dataset: h5d.DatasetID, layout: Layout) -> int | None:
+    """Where in the file the elements of a dataset lie one after another as they are; None where they don't."""
+    plist = dataset.get_create_plist()
+    if plist.get_layout() != h5d.CONTIGUOUS or plist.get_nfilters() or not layout.declared:
+        return None
+    return dataset.get_offset()  # from the start of the file: a user block was refused
 
 
 def read_rows(dataset: h5d.DatasetID, layout: Layout, low: int, high: int) -> np.ndarray:

@@ -12,7 +12,7 @@ Every refusal is an InputError of one line that starts with the path.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, overload
@@ -23,6 +23,7 @@ from h5py import h5d, h5o
 
 from kdtr_cli.bundle import guard
 from kdtr_cli.bundle.integrity import BLOCK_BYTES, digest_header
+from kdtr_cli.bundle.scan import ArrayScan
 from kdtr_cli.bundle.schema import (
     Limits,
     SchemaError,
@@ -113,6 +114,10 @@ class BundleSequence:
     def rows(self, path: str, low: int, high: int) -> np.ndarray:
         """Rows low … high (exclusive, within the array), read-only. The first call verifies the whole array once."""
         return self._bundle.rows(f"{self._where}/{path}", low, high)
+
+    def scan(self, path: str) -> ArrayScan:
+        """One pass over an array's rows that verifies it on the way and lets several threads read (scan.py)."""
+        return self._bundle.scan(f"{self._where}/{path}")
 
     def blocks(self, path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, np.ndarray]]:
         """All rows in order as (first row, array) pairs of about block_bytes, in one pass over the file.
@@ -236,6 +241,13 @@ class Bundle:
             yield low, array
         with guard.refusing(self.path):
             self._accept(path, digest.hexdigest())
+
+    def scan(self, path: str) -> ArrayScan:
+        """See BundleSequence.scan."""
+        layout = self.layout(path)
+        check = None if path in self._verified else partial(self._accept, path)
+        with guard.refusing(self.path):
+            return ArrayScan(self.path, self._open(path), path, layout, self._structure.arrays[path].sha256, check)
 
     def verified_sha256(self, path: str) -> str:
         """See BundleSequence.verified_sha256."""

@@ -3,38 +3,47 @@
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import click
+from rich.text import Text
 
-from kdtr_cli.cli.console import notes, progress
+from kdtr_cli.cli.console import notes, progress, results
 from kdtr_cli.cli.settings import origin
 from kdtr_cli.cli.tensor_rule import TensorRuleType
 from kdtr_cli.parity.results import Report
-from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
+from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import ON_TIE
+from kdtr_cli.report.divergence import Look
 from kdtr_cli.report.github import report_github
+from kdtr_cli.report.html.page import report_html
 from kdtr_cli.report.json import report_json
 from kdtr_cli.report.junit import report_junit
 from kdtr_cli.report.line import verdict_line
-from kdtr_cli.report.text import report_text
+from kdtr_cli.report.plot import check_plot, report_png
+from kdtr_cli.report.text import report_parts, report_text
 from kdtr_cli.workflows.diff import check_report_target, write_report
 from kdtr_cli.workflows.diff import diff as judge_bundles
 from kdtr_cli.workflows.step_summary import append_step_summary
 from kdtr_cli.workflows.sweep_diff import diff_sweeps
+from kdtr_cli.workflows.token_text import token_texts
 
-__all__ = ["diff"]
+__all__ = ["RULES", "diff", "judge_options"]
+
+#: Text of a token id, None where it is not known.
+TextOf = Callable[[int], str | None]
 
 #: Columns of a report that goes to no terminal.
 _WIDTH = 100
 
 #: What `--format` may say.
-FORMATS = ("text", "json", "junit", "github")
+FORMATS = ("text", "json", "junit", "github", "html")
 
-#: The options whose origin the report names.
-_RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow_loose", "steps", "select")
+#: The options that a judgement follows; the report names their origin.
+RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow_loose", "steps", "select")
 
 
 @click.command()
@@ -62,25 +71,30 @@ _RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow
     type=click.Path(path_type=Path),
     help="Write the report to this file, the verdict line alone to standard output.",
 )
-@click.option("--force", is_flag=True, help="Overwrite the output file.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE.png",
+    help="Draw the curves of the worst sequence as PNG too (needs kdtr[plot]).",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Show tokens as text too, by the tokenizer of this folder (text and html).",
+)
+@click.option("--force", is_flag=True, help="Overwrite the output files.")
 @click.pass_context
 def diff(
     ctx: click.Context,
     golden: Path,
     run: Path,
-    atol: float | None,
-    rtol: float | None,
-    max_ulp: int | None,
-    max_kl: float | None,
-    rule: tuple[TensorRule, ...],
-    on_tie: str,
-    allow_partial: bool,
-    allow_loose: bool,
-    steps: int | None,
-    select: str | None,
     form: str,
     output_file: Path | None,
+    plot: Path | None,
+    tokenizer: Path | None,
     force: bool,
+    **rules: object,
 ) -> None:
     """Judge a run against its golden.
 
@@ -89,33 +103,41 @@ def diff(
     Exit 0: they agree. 1: they differ. 2: that can't be judged. 3: kdtr failed. The last line on standard output says
     it all in a form that stays the same (docs/judging.md).
     """
-    options = JudgeOptions(
-        atol=atol,
-        rtol=rtol,
-        max_ulp=max_ulp,
-        max_kl=max_kl,
-        on_tie=on_tie,
-        allow_partial=allow_partial,
-        allow_loose=allow_loose,
-        steps=steps,
-        select=None if select is None else tuple(name for part in select.split(",") if (name := part.strip())),
-        origins={name: f"--{name.replace('_', '-')}, {origin(ctx, name)}" for name in _RULES},
-        rules=tuple(replace(one, origin=f"--rule, {origin(ctx, 'rule')}") for one in rule),
-    )
+    options = replace(judge_options(ctx), keep_rounds=form == "html")
     if output_file is not None:
         check_report_target(output_file, force, (golden, run))
+    if plot is not None:
+        check_report_target(plot, force, (golden, run), "--plot")
+        check_plot(plot, output_file)
+    text_of = None if tokenizer is None else token_texts(tokenizer)
     report = _judge(golden, run, options)
-    text = _render(report, form, output_file)
+    text = _render(report, form, output_file, text_of)
+    picture = None if plot is None else report_png(report)
     if output_file is not None:
         write_report(output_file, text)
         text = verdict_line(report) + "\n"
+    if plot is not None and picture is not None:
+        write_report(plot, picture)
     if form == "github" and (summary := os.environ.get("GITHUB_STEP_SUMMARY")):
         note = append_step_summary(summary, report)
         if note is not None:
             with suppress(OSError):  # a standard error that is full changes no verdict either
                 notes().print(f"note: {note}")
-    click.echo(text, nl=False)  # it flushes; `main` makes exit 3 of a standard output that can't take it
+    # the page is UTF-8, whatever the terminal takes; echo flushes, and `main` makes exit 3 of an output that is full
+    click.echo(text.encode() if form == "html" else text, nl=False)
     ctx.exit(int(report.exit_code))
+
+
+def judge_options(ctx: click.Context) -> JudgeOptions:
+    """What the context of a `kdtr diff` asks of the judgement, each rule with its origin."""
+    rules = {name: ctx.params[name] for name in RULES}
+    if (select := rules["select"]) is not None:
+        rules["select"] = tuple(name for part in select.split(",") if (name := part.strip()))
+    return JudgeOptions(
+        **rules,
+        origins={name: f"--{name.replace('_', '-')}, {origin(ctx, name)}" for name in RULES},
+        rules=tuple(replace(one, origin=f"--rule, {origin(ctx, 'rule')}") for one in ctx.params["rule"]),
+    )
 
 
 def _judge(golden: Path, run: Path, options: JudgeOptions) -> Report:
@@ -128,7 +150,8 @@ def _judge(golden: Path, run: Path, options: JudgeOptions) -> Report:
         )
 
 
-def _render(report: Report, form: str, output_file: Path | None) -> str:
+def _render(report: Report, form: str, output_file: Path | None, text_of: TextOf | None) -> str:
+    """The report, or what of it is still to be written: of a text for a terminal the last line."""
     match form:
         case "json":
             return report_json(report)
@@ -136,7 +159,16 @@ def _render(report: Report, form: str, output_file: Path | None) -> str:
             return report_junit(report)
         case "github":
             return report_github(report)
-    return report_text(report, _width(output_file))
+        case "html":
+            return report_html(report, text_of)
+    out = results()
+    if output_file is not None or not out.is_terminal or out.is_dumb_terminal:
+        return report_text(report, _width(output_file), text_of)
+    unicode = out.encoding.replace("-", "").lower() == "utf8"
+    for part in report_parts(report, Look(_width(output_file), unicode, text_of)):
+        # lines are wrapped where that makes sense; a terminal wraps the others better than at blanks
+        out.print(part, soft_wrap=isinstance(part, str | Text))
+    return verdict_line(report) + "\n"
 
 
 def _width(output_file: Path | None) -> int:

@@ -117,7 +117,9 @@ def _render(out: Console, document: Mapping[str, Any]) -> None:
         "choices": _pairs(document["choices"]),
         "decoding": _pairs(document["decoding"]),
         "arithmetic": f"{', '.join(document['arithmetic'])} (tier {document['tier']})",
-        "logits": document["logits"] + (", prompt scored" if document["score"] else ""),
+        "logits": document["logits"]
+        + (", prompt scored" if document["score"] else "")
+        + (", log-probabilities" if document["values"] == "logprobs" else ""),
     }
     if document["drafting"] is not None:
         facts["drafting"] = _pairs(document["drafting"])

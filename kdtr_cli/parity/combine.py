@@ -6,6 +6,7 @@ first to be left out of the list; totals and verdict count them all.
 
 from dataclasses import replace
 
+from kdtr_cli.parity.drawn import lightened
 from kdtr_cli.parity.results import Report, SequenceResult, Totals
 from kdtr_cli.parity.totals import add_totals, logits_forms, poorest
 from kdtr_cli.parity.traces import TraceResult
@@ -29,6 +30,7 @@ _COMMON = {
     "teacher_forced": "teacher forcing",
     "rounds": "comparisons of rounds",
     "unverified": "digests to compare",
+    "values": "values",
 }
 
 
@@ -59,7 +61,7 @@ class Combined:
         self._totals = add_totals(self._totals, report.totals, first, begun)
         for known, new in zip(self._forms, logits_forms(results), strict=True):
             known |= new
-        self._sequences = _heaviest(self._sequences + results)
+        self._sequences = lightened(_heaviest(self._sequences + results))
         if self._first is None:
             self._first = report
             return

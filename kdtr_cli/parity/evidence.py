@@ -15,14 +15,41 @@ A top:K set may have the digests too.
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-__all__ = ["Evidence", "EvidenceSequence", "Logits", "ModelFacts", "RoundProblem", "Rounds", "Rows", "Tensor"]
-__all__ += ["logits_of", "sha256_rows"]
+__all__ = [
+    "Evidence",
+    "EvidenceSequence",
+    "Logits",
+    "ModelFacts",
+    "RoundProblem",
+    "Rounds",
+    "Rows",
+    "Scan",
+    "Tensor",
+    "logits_of",
+    "sha256_rows",
+]
 
 #: A function from a half-open range of rows to an array of these rows.
 Rows = Callable[[int, int], np.ndarray]
+
+
+class Scan(Protocol):
+    """One pass over rows that are verified by it. `sha256` is the digest that they claim; `rows` reads a range of rows,
+    unverified, on any thread, and may put them into the bytes `memory` (uint8, as many or more). `feed` must be given
+    all rows in order, by one thread at a time; then `finish` raises unless they have the digest. What was drawn from
+    the rows may not be used before."""
+
+    sha256: str
+
+    def rows(self, lo: int, hi: int, memory: np.ndarray | None = None) -> np.ndarray: ...
+
+    def feed(self, rows: np.ndarray) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -31,7 +58,10 @@ class Logits:
 
     `dtype` is the type the values are stored in (float16, float32, float64 or ml_dtypes.bfloat16); `k` is the K of
     top:K. `dataset_sha256` gives the *verified* SHA-256 of all rows (C order, little endian), where it is known:
-    two sets of the same shape and dtype with equal digests are the same bits.
+    two sets of the same shape and dtype with equal digests are the same bits. `scan` begins one pass over the full rows
+    that verifies them on the way, so that a file is read once. `top_counts` int32 [n]: how many of a row's top K are
+    there (None: all); what lies past a count is nothing. `uniform` is the value that an engine which knows nothing
+    gives every id.
     """
 
     n_rows: int
@@ -43,6 +73,9 @@ class Logits:
     k: int = 0
     row_sha256: Rows | None = None
     dataset_sha256: Callable[[], str] | None = None
+    scan: Callable[[], Scan] | None = None
+    top_counts: Rows | None = None
+    uniform: float = 0.0
 
     @property
     def form(self) -> str:

@@ -6,6 +6,8 @@ can't be judged either; a run's that are rounds but break a rule are what its en
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from kdtr_cli.parity.evidence import EvidenceSequence, Rounds
 from kdtr_cli.parity.findings import SequenceFindings
 from kdtr_cli.parity.hints import round_hint
@@ -13,20 +15,24 @@ from kdtr_cli.parity.results import RoundsResult
 from kdtr_cli.parity.rounds import RoundDifference, RoundsComparison, compare_rounds, fault, judged_rounds, tau
 from kdtr_cli.parity.verdicts import Verdict
 
-__all__ = ["RoundTerms", "judge_rounds"]
+__all__ = ["DRAWN", "RoundTerms", "judge_rounds"]
+
+#: The arrays of rounds that are kept for a drawing, without their folder.
+DRAWN = ("start", "root", "bonus", "n_nodes", "n_accepted", "tokens", "parents", "scores", "accepted")
 
 
 @dataclass(frozen=True)
 class RoundTerms:
     """`compared`: both sides drafted alike. `strict`: every bit decides. `steps`: how many output steps are judged,
     None: all. `parted`: the first of them where the tokens differ. `whole`: as many tokens on both sides, all
-    judged."""
+    judged. `keep`: keep the rounds in the result."""
 
     compared: bool
     strict: bool
     steps: int | None
     parted: int | None
     whole: bool
+    keep: bool = False
 
 
 def judge_rounds(
@@ -68,7 +74,16 @@ def judge_rounds(
         first_difference=None if comparison is None else comparison.difference,
         first_open=None if comparison is None else comparison.open,
         all_bits=comparison is not None and comparison.all_bits,
+        golden_arrays=_kept(g, terms),
+        run_arrays=_kept(r, terms),
     )
+
+
+def _kept(rounds: Rounds | None, terms: RoundTerms) -> dict[str, np.ndarray] | None:
+    """What a drawing shows: marginals and digests, the bulk of the bytes, are left out."""
+    if rounds is None or not terms.keep:
+        return None
+    return {name: rounds.arrays[f"rounds/{name}"] for name in DRAWN}
 
 
 def _read(sequence: EvidenceSequence, side: str, findings: SequenceFindings, terms: RoundTerms) -> Rounds | None:

@@ -6,10 +6,10 @@ rules of tolerances.py let nothing pass that is not shown to be within bounds.
 
 import numpy as np
 
-__all__ = ["abs_difference", "equal_rows", "kl_divergence", "match_ids", "top_k", "ulp_distance"]
+__all__ = ["FAR", "abs_difference", "equal_rows", "kl_divergence", "match_ids", "top_k", "ulp_distance"]
 
 #: A distance that no tolerance can reach: given where a value can't be placed on the scale of the storage type.
-_FAR = np.uint64(np.iinfo(np.uint64).max)
+FAR = np.uint64(np.iinfo(np.uint64).max)
 
 
 def equal_rows(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -40,7 +40,7 @@ def ulp_distance(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
         px, py = _place(x), _place(y)
         distance = np.where(px >= py, px.view(np.uint64) - py.view(np.uint64), py.view(np.uint64) - px.view(np.uint64))
     if not finite.all():
-        distance[~finite] = _FAR
+        distance[~finite] = FAR
     return distance
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict
 
-__all__ = ["Drafting", "check_kinds", "compare_drafting", "compare_manifests", "compare_prompts"]
+__all__ = ["Drafting", "check_kinds", "compare_drafting", "compare_manifests", "compare_prompts", "provenance_of"]
 
 _MISSING = object()
 
@@ -48,6 +48,20 @@ def check_kinds(golden: Evidence, run: Evidence) -> Finding | None:
     else:
         message = f"a golden and a run are needed, not a {golden.kind} and a {run.kind}"
     return Finding(Level.ERROR, "kinds", message, Verdict.INVALID, golden=golden.kind, run=run.kind)
+
+
+def provenance_of(evidence: Evidence) -> tuple[tuple[str, str], ...]:
+    """What a manifest says of who made this evidence, of what and how: (path, value) pairs, a value that is not there
+    left out. Whatever the manifest holds, strings come out."""
+    pairs = []
+    for path in ("producer.name", "producer.version", *(path for path, _, _ in _FIELDS)):
+        pairs.append((path, _look_up(evidence.manifest, path)))
+    for group in ("choices", "drafting", "run"):
+        held = evidence.manifest.get(group)
+        if isinstance(held, Mapping):
+            pairs += [(f"{group}.{key}", value) for key, value in held.items()]
+    pairs.append(("manifest_sha256", evidence.manifest_sha256))
+    return tuple((path, str(value)) for path, value in pairs if value is not _MISSING and value is not None)
 
 
 def compare_manifests(golden: Evidence, run: Evidence) -> list[Finding]:

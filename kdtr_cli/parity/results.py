@@ -1,12 +1,15 @@
 """What a judgement says: one tree of values that every report renders and none changes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kdtr_cli.errors import Exit
+from kdtr_cli.parity.distribution import Distribution
+from kdtr_cli.parity.ranks import TOP_KS
 from kdtr_cli.parity.rounds import RoundDifference
-from kdtr_cli.parity.tally import LogitsResult
+from kdtr_cli.parity.tally import LogitsResult, TopAgreement
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
 from kdtr_cli.parity.traces import TraceResult
 from kdtr_cli.parity.verdicts import Finding, Verdict
@@ -46,7 +49,8 @@ class RoundsResult:
     `golden_rounds` and `run_rounds` were recorded, `golden_tau` and `run_tau` are the mean numbers of accepted rows,
     the root counted; None where a side has none that can be read. `compared`: the two sides' rounds are of the same
     drafting and were compared; then of `judged` rounds of the golden the first `equal` ones agree, `first_difference`
-    follows them, and `first_open` is the first difference that a tolerance leaves undecided.
+    follows them, and `first_open` is the first difference that a tolerance leaves undecided. `golden_arrays` and
+    `run_arrays` are the rounds themselves, for a report that draws them; kept where `JudgeOptions.keep_rounds` says so.
     """
 
     compared: bool
@@ -59,6 +63,12 @@ class RoundsResult:
     first_difference: RoundDifference | None = None
     first_open: RoundDifference | None = None
     all_bits: bool = False
+    golden_arrays: Mapping[str, np.ndarray] | None = field(
+        default=None, repr=False, compare=False, metadata={"json": False}
+    )
+    run_arrays: Mapping[str, np.ndarray] | None = field(
+        default=None, repr=False, compare=False, metadata={"json": False}
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +111,9 @@ class Totals:
     place in the golden, step), as is `first_logit_failure`, the first logit row out of tolerance;
     `first_round_difference` is (the sequence's place, round). Of `rounds_judged` rounds that were to be compared
     `rounds_equal` are, each sequence counted up to its first difference. `first_tensor` is (the sequence's place,
-    position, name) of the first tensor that parts in the first sequence where traces do.
+    position, name) of the first tensor that parts in the first sequence where traces do. Mean and percentile of
+    the KL, the agreement of the largest ids and the smallest margins are over all rows, those of prompt logits too; no
+    verdict looks at them.
     """
 
     tokens_equal: int = 0
@@ -132,11 +144,19 @@ class Totals:
     first_round_difference: tuple[int, int] | None = None
     verdicts: dict[str, int] = field(default_factory=dict)
     first_tensor: tuple[int, int, str] | None = None
+    mean_kl: float | None = None
+    p99_kl: float | None = None
+    top: tuple[TopAgreement, ...] = tuple(TopAgreement(k) for k in TOP_KS)
+    min_golden_margin: float | None = None
+    min_run_margin: float | None = None
+    rows_shifted: int = 0
+    kl: Distribution | None = field(default=None, repr=False, compare=False, metadata={"json": False})
 
 
 @dataclass(frozen=True)
 class Side:
-    """What a report calls a side: name, tier, and what else the manifest says that a reader wants to see."""
+    """What a report calls a side: name, tier, and what else the manifest says that a reader wants to see. `provenance`
+    has, as (path in the manifest, value) pairs, what must agree before numbers count, and who made it."""
 
     name: str
     kind: str
@@ -144,6 +164,7 @@ class Side:
     tier: str
     arithmetic: tuple[str, ...]
     details: tuple[tuple[str, str], ...] = ()
+    provenance: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +172,8 @@ class Report:
     """The judgement. `mode` is the run's decoding mode; `reference` the golden's arithmetic that was compared with
     (None: none); `tolerance` the effective bounds (None: there were none to be had); `reason` the one line that made
     it INVALID or INCONCLUSIVE; `rounds` "compared", "not-compared", or None where there are none; `unverified` what no
-    side could prove ("weights", "rope"); `findings` all of them, the sequences' included, the ones that made the
-    verdict first."""
+    side could prove ("weights", "rope"); `values` as what the logits were compared, "logits" or "logprobs"; `findings`
+    all of them, the sequences' included, the ones that made the verdict first."""
 
     verdict: Verdict
     exit_code: Exit
@@ -169,3 +190,4 @@ class Report:
     teacher_forced: bool = False
     rounds: str | None = None
     unverified: tuple[str, ...] = ()
+    values: str = "logits"

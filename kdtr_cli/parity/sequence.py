@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kdtr_cli.parity.alone import judge_alone
 from kdtr_cli.parity.detail import describe_step, is_tie
 from kdtr_cli.parity.evidence import EvidenceSequence, Logits, ModelFacts
 from kdtr_cli.parity.findings import SequenceFindings
@@ -16,7 +17,8 @@ from kdtr_cli.parity.judge_rounds import RoundTerms, judge_rounds
 from kdtr_cli.parity.judge_traces import judge_traces
 from kdtr_cli.parity.logits import compare_logits, missing_logits
 from kdtr_cli.parity.results import SequenceResult, StepDetail
-from kdtr_cli.parity.tally import LogitsResult, Place
+from kdtr_cli.parity.rows import Place
+from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance, tolerance_for
 from kdtr_cli.parity.verdicts import Level, Verdict, combine
 
@@ -74,7 +76,7 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
         equal = common - len(parted) if terms.teacher_forced else first
         comparable = common if terms.teacher_forced else min(first + 1, common)
         if g_logits is not None and r_logits is not None:
-            logits = compare_logits(g_logits, r_logits, comparable, len(g), terms.tolerance)
+            logits = compare_logits(g_logits, r_logits, comparable, len(g), terms.tolerance, terms.options.threads)
         prompt_logits = _compare_prompt(golden, run, terms)
         whole = _whole(g, golden) and _whole(r, run) and len(g) == len(r)
         if len(parted) or len(g) != len(r):
@@ -91,8 +93,11 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
             _judge_logits(findings, prompt_logits, terms, "prompt_logits", False)
         if len(g) == 0 and len(r) == 0:
             findings.add("sequence.empty", "there is no token to compare", Verdict.INCONCLUSIVE)
+    judge_alone(findings, golden, run, (terms.reference or "", RUN_LOGITS), limit)
     strict = terms.tolerance.is_zero
-    rounds = judge_rounds(findings, golden, run, RoundTerms(terms.rounds, strict, limit, first_difference, whole))
+    keep = terms.options.keep_rounds
+    round_terms = RoundTerms(terms.rounds, strict, limit, first_difference, whole, keep)
+    rounds = judge_rounds(findings, golden, run, round_terms)
     if any(f.hint in ROUND_HINTS for f in findings.items):
         findings.drop_hint("sampler")  # the logits agree with another path's
     # float64 and BLAS logits can't have the bits of an engine: where they chose the tokens, IDENTICAL is not to be had
@@ -136,7 +141,11 @@ def _compare_prompt(golden: EvidenceSequence, run: EvidenceSequence, terms: Term
     if g is None:
         return None
     n = len(golden.prompt)
-    return missing_logits(n) if r is None else compare_logits(g, r, n, n, terms.of("prompt_logits")[0])
+    return (
+        missing_logits(n)
+        if r is None
+        else compare_logits(g, r, n, n, terms.of("prompt_logits")[0], terms.options.threads)
+    )
 
 
 def _detail(
@@ -240,6 +249,11 @@ def _judge_logits(
     elif result.rows_other_bits and tolerance.is_zero:
         message = f"{result.rows_other_bits} rows of {name} have other bits by their digests, and the tolerance is 0"
         findings.add(f"{what}.other_bits", message, Verdict.DIVERGED)
+    if result.rows_shifted:
+        message = (
+            f"{result.rows_shifted} of {result.rows_compared} rows of {name} are the golden's moved by one constant"
+        )
+        findings.add(f"{what}.shift", f"{message}, up to {result.shift:.6g}", None, hint="shift")
     if combine([Verdict.IDENTICAL, *findings.verdicts]) in (Verdict.DIVERGED, Verdict.INVALID):
         return
     if not result.all_bits:

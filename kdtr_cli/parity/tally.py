@@ -1,29 +1,38 @@
 """The running totals of one comparison of logits, and what they become.
 
-Differences are taken in float64. NaN is the worst of all differences, and a place is kept for each extreme, so that
-a report can point at it.
+NaN is the worst of all differences, and a place is kept for each extreme, so that a report can point at it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kdtr_cli.parity.baselines import Baselines
-from kdtr_cli.parity.metrics import abs_difference, equal_rows, kl_divergence, ulp_distance
+from kdtr_cli.parity.curves import CurveBuilder, RowCurves
+from kdtr_cli.parity.distribution import Distribution, distribution_of
+from kdtr_cli.parity.metrics import FAR
+from kdtr_cli.parity.ranks import TOP_KS, shared_ids
+from kdtr_cli.parity.rows import Place, RowBlock
 from kdtr_cli.parity.tolerances import Tolerance
 
-__all__ = ["LogitsResult", "Place", "Tally"]
+__all__ = ["LogitsResult", "Tally", "TopAgreement"]
+
+
+#: So many rows' KLs are put into their distribution together.
+BATCH = 4096
 
 
 @dataclass(frozen=True)
-class Place:
-    """A value in two sets of logits: its row, its place in the vocabulary (None: the whole row), both values."""
+class TopAgreement:
+    """On how many of the k largest ids two sides agree: over `rows` rows in which both are known, `equal` of them with
+    the same k ids, `shared` of the golden's `ids` ids in all are among the run's k."""
 
-    row: int
-    token: int | None = None
-    golden: float | None = None
-    run: float | None = None
+    k: int
+    rows: int = 0
+    equal: int = 0
+    ids: int = 0
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,11 @@ class LogitsResult:
     compared, `rows_identical` of them equal bit for bit, `rows_out` outside a bound, `rows_unmeasured` known to have
     other bits with no values to measure them by, `rows_other_bits` known by digest to differ (measured or not).
     `max_ulp` is infinite where a value was not finite. `too_loose` names what else the tolerance lets pass.
+
+    Summaries that no bound looks at: `mean_kl` and `p99_kl` over full rows (`kl` has their distribution), `top` for
+    each k of TOP_KS, the smallest margins with their rows, `rows_shifted` rows that are the golden's moved by one
+    constant, `shift` the largest of these, `nmse` = Σ(run − golden)² / Σ golden² and `cosine` over the full rows that
+    differ (0 and 1 where none does). `curves` has the figures of every row for those who draw them.
     """
 
     form: str
@@ -56,6 +70,19 @@ class LogitsResult:
     run_nonfinite: Place | None = None
     golden_nonfinite: Place | None = None
     too_loose: tuple[str, ...] = ()
+    mean_kl: float | None = None
+    p99_kl: float | None = None
+    top: tuple[TopAgreement, ...] = tuple(TopAgreement(k) for k in TOP_KS)
+    min_golden_margin: float | None = None
+    min_golden_margin_row: int | None = None
+    min_run_margin: float | None = None
+    min_run_margin_row: int | None = None
+    rows_shifted: int = 0
+    shift: float | None = None
+    nmse: float | None = None
+    cosine: float | None = None
+    kl: Distribution | None = field(default=None, repr=False, compare=False, metadata={"json": False})
+    curves: RowCurves | None = field(default=None, repr=False, compare=False, metadata={"json": False})
 
     @property
     def all_bits(self) -> bool:
@@ -74,160 +101,175 @@ class LogitsResult:
         return min(places, key=lambda p: p.row, default=None)
 
 
+class _Extreme:
+    """The first of the worst of the values so far, and its row. NaN is the worst, else the largest or smallest is."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self.row: int | None = None
+
+    def add(self, first: int, rows: np.ndarray, values: np.ndarray, *, smallest: bool = False) -> int | None:
+        """Look at `values` [m] of the rows numbered `rows` [m] from `first`; the row of a new extreme, or None."""
+        if not len(rows):
+            return None
+        at = int(values.argmin() if smallest else values.argmax())  # NumPy takes the first NaN for either
+        value, old = values[at].item(), self.value
+        if old is not None and not (value < old if smallest else value > old) and not (_is_nan(value) > _is_nan(old)):
+            return None
+        self.value, self.row = value, first + int(rows[at])
+        return int(rows[at])
+
+
+def _is_nan(value: float) -> bool:
+    return value != value
+
+
 class Tally:
-    """The running totals of one comparison."""
+    """The running totals of one comparison of `n_rows` rows over a vocabulary of `vocab` (None: not known)."""
 
-    def __init__(self, tolerance: Tolerance, dtype: np.dtype) -> None:
-        self.tolerance, self.dtype = tolerance, dtype
+    def __init__(self, tolerance: Tolerance, dtype: np.dtype, n_rows: int, vocab: int | None) -> None:
+        self.tolerance = tolerance
         self.baselines = Baselines(tolerance, dtype)
-        self.identical = self.out = self.unmeasured = self.other_bits = 0
-        self.values = self.values_out = 0
-        self.max_abs: float | None = None
-        self.max_ulp: int | float | None = None
-        self.max_kl: float | None = None
-        self.max_abs_at = self.max_ulp_at = self.first_out = self.run_nonfinite = None
         self.golden_nonfinite: Place | None = None
-        self.max_kl_row: int | None = None
-        self.first_out_rule: str | None = None
+        self._vocab = vocab
+        self._identical = self._out = self._unmeasured = self._other_bits = self._values = self._values_out = 0
+        self._abs, self._ulp, self._kl = _Extreme(), _Extreme(), _Extreme()
+        self._golden_margin, self._run_margin, self._shift = _Extreme(), _Extreme(), _Extreme()
+        self._abs_at = self._ulp_at = self._first_out = self._run_nonfinite = None
+        self._first_out_rule: str | None = None
+        self._kls: Distribution | None = None
+        self._waiting: list[np.ndarray] = []
+        self._n_waiting = 0
+        self._top = {k: np.zeros(4, np.int64) for k in TOP_KS}
+        self._shifted, self._shift_by = 0, None
+        self._sums = np.zeros(3)
+        self._curves = CurveBuilder(n_rows, vocab)
 
-    def golden_is_finite(self, lo: int, golden: np.ndarray, ids: np.ndarray | None = None) -> bool:
-        if (finite := np.isfinite(golden)).all():
-            return True
-        row, at = np.argwhere(~finite)[0]
-        token = int(at if ids is None else ids[row, at])
-        self.golden_nonfinite = Place(lo + int(row), token, golden=float(golden[row, at]))
-        return False
+    def add(self, block: RowBlock) -> None:
+        """The next rows, in order."""
+        self.golden_nonfinite = block.golden_nonfinite
+        identical, measured = block.identical, block.measured
+        self._identical += int(identical.sum())
+        self._other_bits += int(block.other_bits.sum())
+        self._values += int(block.seen.sum())
+        self._values_out += int(block.out.sum() + block.hidden.sum())
+        self._unmeasured += int((~identical & ~measured & (block.hidden == 0)).sum())
+        rows = np.flatnonzero(measured)
+        if (i := self._abs.add(block.first, rows, block.max_abs[rows])) is not None:
+            self._abs_at = block.locate("abs", i)
+        if (i := self._ulp.add(block.first, rows, block.max_ulp[rows])) is not None:
+            self._ulp_at = block.locate("ulp", i)
+        with_kl = np.flatnonzero(measured | identical) if block.full else np.empty(0, np.int64)
+        self._waiting.append(block.kl[with_kl])
+        self._n_waiting += len(with_kl)
+        if self._n_waiting > BATCH:
+            self._add_kls()
+        self._kl.add(block.first, rows if block.full else with_kl, block.kl[rows if block.full else with_kl])
+        if self._run_nonfinite is None and block.nonfinite.any():
+            self._run_nonfinite = block.locate("nonfinite", int(np.argmax(block.nonfinite)))
+        self._add_out(block)
+        self._add_summaries(block, rows)
+        if block.feed is not None and len(block):
+            block.feed(self.baselines)
 
-    def same(self, lo: int, rows: np.ndarray) -> None:
-        """Rows [n, V] that both sides have bit for bit."""
-        if self.golden_is_finite(lo, rows):
-            self.identical += len(rows)
-            self.values += rows.size
-            self.zero_difference()
-            self.zero_kl()
-            self.baselines.feed(rows)
+    def _add_kls(self) -> None:
+        if self._n_waiting:
+            self._kls = distribution_of(np.concatenate(self._waiting), self._kls)
+        self._waiting, self._n_waiting = [], 0
 
-    def zero_difference(self) -> None:
-        self.max_abs = 0.0 if self.max_abs is None else self.max_abs
-        self.max_ulp = 0 if self.max_ulp is None else self.max_ulp
+    def _add_out(self, block: RowBlock) -> None:
+        over = np.zeros(len(block), bool)
+        if self.tolerance.max_kl is not None and block.full:
+            over = block.measured & ~(block.kl <= self.tolerance.max_kl)
+        by_value, hidden = block.out > 0, block.hidden > 0
+        out = by_value | hidden | over
+        self._out += int(out.sum())
+        if self._first_out is None and out.any():
+            i = int(np.argmax(out))
+            rule = "value" if by_value[i] else "hidden" if hidden[i] else "kl"
+            self._first_out = Place(block.first + i) if rule == "kl" else block.locate(rule, i)
+            self._first_out_rule = rule
 
-    def zero_kl(self) -> None:
-        self.max_kl = 0.0 if self.max_kl is None else self.max_kl
-
-    def full(self, lo: int, golden: np.ndarray, run: np.ndarray) -> None:
-        """The next rows [n, V] of both sides."""
-        if not self.golden_is_finite(lo, golden):
-            return
-        equal = equal_rows(run, golden) if run.dtype == golden.dtype else np.zeros(len(golden), bool)
-        self.identical += int(equal.sum())
-        self.values += golden.size
-        if equal.any():
-            self.zero_difference()
-            self.zero_kl()
-        if not equal.all():
-            other = np.flatnonzero(~equal)
-            a, b = (run, golden) if not equal.any() else (run[other], golden[other])
-            out = self.measure(lo + other, a, b)
-            kl = kl_divergence(a, b)
-            self.note_kl(lo + other, kl)
-            if self.tolerance.max_kl is not None:
-                out |= self.note_kl_out(lo + other, kl, out)
-            self.out += int(out.sum())
-        self.baselines.feed(golden)
-
-    def measure(
-        self,
-        rows: np.ndarray,
-        run: np.ndarray,
-        golden: np.ndarray,
-        ids: np.ndarray | None = None,
-        seen: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """Measure values [n, K] of the rows numbered `rows` [n]: at the places `ids` [n, K] (None: 0..V-1), where
-        `seen` (None: everywhere). Returns which rows [n] are out of bounds."""
-        difference = abs_difference(run, golden)
-        ulps = ulp_distance(run, golden, self.dtype)
-        ok = self.tolerance.values_within(difference, golden, ulps)
-        finite = np.isfinite(run)
-        if seen is not None:
-            difference, ulps = np.where(seen, difference, -1.0), np.where(seen, ulps, 0)
-            ok, finite = ok | ~seen, finite | ~seen
-            if not seen.any():
-                return np.zeros(len(rows), bool)
-        ok &= finite
-
-        def place(flat: int) -> Place:
-            i, j = divmod(int(flat), run.shape[1])
-            token = j if ids is None else int(ids[i, j])
-            return Place(int(rows[i]), token, float(golden[i, j]), float(run[i, j]))
-
-        at = int(difference.argmax())  # numpy's argmax takes the first NaN for the largest
-        largest = float(difference.flat[at])
-        if self.max_abs is None or _larger(largest, self.max_abs):
-            self.max_abs, self.max_abs_at = largest, place(at)
-        at = int(ulps.argmax())
-        most = int(ulps.flat[at])
-        most = math.inf if most == 2**64 - 1 else most
-        if self.max_ulp is None or most > self.max_ulp:
-            self.max_ulp, self.max_ulp_at = most, place(at)
-        if self.run_nonfinite is None and not finite.all():
-            self.run_nonfinite = place(int(np.argmax(~finite)))
-        if not ok.all():
-            self.values_out += int((~ok).sum())
-            self.note_out(place(int(np.argmax(~ok))), "value")
-        return ~ok.all(axis=1)
-
-    def note_kl(self, rows: np.ndarray, kl: np.ndarray) -> None:
-        at = int(kl.argmax())
-        if self.max_kl is None or _larger(float(kl[at]), self.max_kl):
-            self.max_kl, self.max_kl_row = float(kl[at]), int(rows[at])
-
-    def note_kl_out(self, rows: np.ndarray, kl: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Which rows [n] have a KL over the bound; a row that is out for a value too is not named again."""
-        over = ~(kl <= self.tolerance.max_kl)
-        only = np.flatnonzero(over & ~out)
-        if len(only):
-            self.note_out(Place(int(rows[only[0]])), "kl")
-        return over
-
-    def note_out(self, place: Place, rule: str) -> None:
-        """Keep the first place that is out of bounds: "value", "kl" or "hidden" (outside a top-K set)."""
-        if self.first_out is None or place.row < self.first_out.row:
-            self.first_out, self.first_out_rule = place, rule
-
-    def look_for_nonfinite(self, lo: int, rows: np.ndarray, run: np.ndarray, ids: np.ndarray | None) -> None:
-        """Look at all the run's values of the given rows of a block [n, K], whether they are compared or not."""
-        finite = np.isfinite(run[rows])
-        if self.run_nonfinite is None and not finite.all():
-            i, j = np.argwhere(~finite)[0]
-            token = int(j if ids is None else ids[rows[i], j])
-            self.run_nonfinite = Place(int(lo + rows[i]), token, run=float(run[rows[i], j]))
+    def _add_summaries(self, block: RowBlock, rows: np.ndarray) -> None:
+        top1 = np.where(block.identical, 1, -1).astype(np.int8)
+        for k, counts in self._top.items():
+            # of a vocabulary smaller than k all ids are among the k largest
+            wide = k if self._vocab is None else min(k, self._vocab)
+            golden, run = block.golden_top[:, :wide], block.run_top[:, :wide]
+            known = ~block.identical & (golden >= 0).all(axis=1) & (run >= 0).all(axis=1)
+            shared = shared_ids(golden[known], run[known])
+            same = int(block.identical.sum())
+            n = len(shared) + same
+            counts += n, (shared == wide).sum() + same, n * wide, shared.sum() + same * wide
+            if k == 1:
+                top1[known] = shared
+        for extreme, margins in (
+            (self._golden_margin, block.golden_margin),
+            (self._run_margin, block.run_margin),
+        ):
+            known = np.flatnonzero(~np.isnan(margins))
+            extreme.add(block.first, known, margins[known], smallest=True)
+        shifted = rows[~np.isnan(block.shift[rows])]
+        self._shifted += len(shifted)
+        if (i := self._shift.add(block.first, shifted, np.abs(block.shift[shifted]))) is not None:
+            self._shift_by = float(block.shift[i])
+        # row by row, so that the sums do not depend on the blocks
+        self._sums = np.add.accumulate(np.vstack([self._sums, block.sums[rows]]), axis=0)[-1]
+        ulps = block.max_ulp.astype(np.float64)
+        ulps[block.max_ulp == FAR] = np.inf
+        ulps[~(block.measured | block.identical)] = np.nan
+        figures = {name: getattr(block, name) for name in ("max_abs", "kl", "golden_margin", "run_margin")}
+        self._curves.add(figures | {"max_ulp": ulps}, top1, block.blocks)
 
     def result(self, form: str, n_rows: int, rows_total: int) -> LogitsResult:
+        self._add_kls()
+        nothing = 0 if self._identical else None  # rows that are equal bit for bit have no place to point at
+        ulp = self._ulp.value
+        kl = self._kls
+        nmse, cosine = self._summaries(form)
         return LogitsResult(
             form=form,
             rows_total=rows_total,
             rows_compared=n_rows,
-            rows_identical=self.identical,
-            rows_out=self.out,
-            rows_unmeasured=self.unmeasured,
-            rows_other_bits=self.other_bits,
-            values_compared=self.values,
-            values_out=self.values_out,
-            max_abs=self.max_abs,
-            max_abs_at=self.max_abs_at,
-            max_ulp=self.max_ulp,
-            max_ulp_at=self.max_ulp_at,
-            max_kl=self.max_kl,
-            max_kl_row=self.max_kl_row,
-            first_out=self.first_out,
-            first_out_rule=self.first_out_rule,
-            run_nonfinite=self.run_nonfinite,
+            rows_identical=self._identical,
+            rows_out=self._out,
+            rows_unmeasured=self._unmeasured,
+            rows_other_bits=self._other_bits,
+            values_compared=self._values,
+            values_out=self._values_out,
+            max_abs=(None if nothing is None else 0.0) if self._abs.value is None else self._abs.value,
+            max_abs_at=self._abs_at,
+            max_ulp=nothing if ulp is None else math.inf if ulp == int(FAR) else ulp,
+            max_ulp_at=self._ulp_at,
+            max_kl=(None if kl is None else 0.0) if self._kl.value is None else self._kl.value,
+            max_kl_row=self._kl.row,
+            first_out=self._first_out,
+            first_out_rule=self._first_out_rule,
+            run_nonfinite=self._run_nonfinite,
             golden_nonfinite=self.golden_nonfinite,
             too_loose=self.baselines.passed(),
+            mean_kl=None if kl is None else kl.mean,
+            p99_kl=None if kl is None else kl.percentile(99),
+            top=tuple(TopAgreement(k, *counts.tolist()) for k, counts in self._top.items()),
+            min_golden_margin=self._golden_margin.value,
+            min_golden_margin_row=self._golden_margin.row,
+            min_run_margin=self._run_margin.value,
+            min_run_margin_row=self._run_margin.row,
+            rows_shifted=self._shifted,
+            shift=self._shift_by,
+            nmse=nmse,
+            cosine=cosine,
+            kl=kl,
+            curves=self._curves.curves(),
         )
 
-
-def _larger(new: float, old: float) -> bool:
-    """Whether `new` is the worse of two differences: NaN is the worst there is."""
-    return not math.isnan(old) and (math.isnan(new) or new > old)
+    def _summaries(self, form: str) -> tuple[float | None, float | None]:
+        """NMSE and cosine of the rows that differ."""
+        if form != "full" or self._kls is None:
+            return None, None
+        if self._abs.value is None:
+            return 0.0, 1.0
+        error, square, cross = self._sums.tolist()
+        nmse = error / square if square else math.inf if error else 0.0
+        lengths = math.sqrt(square) * math.sqrt(max(0.0, square + 2 * cross + error))
+        return nmse, (square + cross) / lengths if lengths else None

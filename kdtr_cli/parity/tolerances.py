@@ -69,7 +69,9 @@ class TensorRule:
 @dataclass(frozen=True)
 class JudgeOptions:
     """What the user asked of a judgement. None: not said. `origins` may say where a value came from, by its name
-    ("atol": "--atol, pyproject.toml"); the default is the option's own name.
+    ("atol": "--atol, pyproject.toml"); the default is the option's own name. `keep_rounds` is no rule: it keeps the
+    rounds themselves in the results, for a report that draws them. `threads` measure logits; nothing that is said
+    depends on their number.
 
     Raises InputError for a bound that is negative or not finite and for any other value out of range.
     """
@@ -85,6 +87,8 @@ class JudgeOptions:
     select: tuple[str, ...] | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     rules: tuple[TensorRule, ...] = ()
+    keep_rounds: bool = False
+    threads: int = 1
 
     def origin(self, name: str) -> str:
         """Where the value of the field `name` came from."""

@@ -3,9 +3,13 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import reduce
 
+from kdtr_cli.parity.distribution import merged
 from kdtr_cli.parity.evidence import EvidenceSequence
+from kdtr_cli.parity.ranks import TOP_KS
 from kdtr_cli.parity.results import SequenceResult, Totals
+from kdtr_cli.parity.tally import TopAgreement
 from kdtr_cli.parity.verdicts import Verdict
 
 __all__ = ["add_totals", "logits_forms", "poorest", "sum_up"]
@@ -20,6 +24,7 @@ def sum_up(results: Sequence[SequenceResult], golden: Sequence[EvidenceSequence]
     fault = next(((r.index, p.row) for r in met if (p := r.logits.first_fault) is not None), None)
     rounds = [(r.index, r.rounds) for r in results if r.rounds is not None and r.rounds.compared]
     forms, prompt_forms = logits_forms(results)
+    kl = reduce(merged, (part.kl for part in every), None)
     return Totals(
         tokens_equal=sum(r.tokens_equal for r in results),
         tokens=sum(len(r.golden_tokens) for r in results),
@@ -54,6 +59,13 @@ def sum_up(results: Sequence[SequenceResult], golden: Sequence[EvidenceSequence]
             ((r.index, t.first_row, t.name) for r in met if r.trace is not None and (t := r.trace.first) is not None),
             None,
         ),
+        mean_kl=None if kl is None else kl.mean,
+        p99_kl=None if kl is None else kl.percentile(99),
+        top=_together(part.top for part in every),
+        min_golden_margin=min((m for part in every if (m := part.min_golden_margin) is not None), default=None),
+        min_run_margin=min((m for part in every if (m := part.min_run_margin) is not None), default=None),
+        rows_shifted=sum(part.rows_shifted for part in every),
+        kl=kl,
     )
 
 
@@ -68,6 +80,11 @@ def add_totals(one: Totals, other: Totals, first: int, begun: bool = True) -> To
         moved = None if place is None else (place[0] + first, *place[1:])
         places[name] = moved if getattr(one, name) is None else getattr(one, name)
     verdicts = {v.value: n for v in Verdict if (n := one.verdicts.get(v.value, 0) + other.verdicts.get(v.value, 0))}
+    kl = merged(one.kl, other.kl)
+    margins = {
+        name: min((m for t in (one, other) if (m := getattr(t, name)) is not None), default=None)
+        for name in ("min_golden_margin", "min_run_margin")
+    }
     return replace(
         other,
         **sums,
@@ -76,6 +93,11 @@ def add_totals(one: Totals, other: Totals, first: int, begun: bool = True) -> To
         exact=other.exact and (one.exact or not begun),
         margin=other.margin if one.first_divergence is None else one.margin,
         verdicts=verdicts,
+        **margins,
+        kl=kl,
+        mean_kl=None if kl is None else kl.mean,
+        p99_kl=None if kl is None else kl.percentile(99),
+        top=_together((one.top, other.top)),
     )
 
 
@@ -96,7 +118,19 @@ _SUMS = (
     "values_out",
     "rounds_judged",
     "rounds_equal",
+    "rows_shifted",
 )
+
+
+def _together(parts: Iterable[tuple[TopAgreement, ...]]) -> tuple[TopAgreement, ...]:
+    """The agreement of parts, each with the same k in the same order, as a whole."""
+    whole = tuple(TopAgreement(k) for k in TOP_KS)
+    for part in parts:
+        whole = tuple(
+            TopAgreement(a.k, a.rows + b.rows, a.equal + b.equal, a.ids + b.ids, a.shared + b.shared)
+            for a, b in zip(whole, part, strict=True)
+        )
+    return whole
 
 
 def logits_forms(results: Sequence[SequenceResult]) -> tuple[set[str], set[str]]:

@@ -40,6 +40,7 @@ def report_document(report: Report) -> dict[str, object]:
             "teacher_forced": report.teacher_forced,
             "rounds": report.rounds,
             "unverified": list(report.unverified),
+            "values": report.values,
             **_plain(report.totals),
         },
         "sequences": [_sequence(s) for s in report.sequences],
@@ -75,7 +76,7 @@ def _finding(finding: Finding) -> dict[str, object]:
 def _plain(value: object) -> object:
     """`value` as JSON can hold it."""
     if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.metadata.get("json", True)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):

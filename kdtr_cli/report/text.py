@@ -1,21 +1,31 @@
-"""The report for people: what was compared and by which rules, both token lists one above the other, what was found,
-and the verdict line last. Plain ASCII, so that it survives any terminal, pipe and log."""
+"""The report for people: what was compared and by which rules, a table of the sequences, of each a strip of its steps
+and both token lists one above the other, what was found, and the verdict line last.
 
-from collections.abc import Iterator, Sequence
+Where it goes to no terminal it is plain ASCII, so that it survives any pipe and log; a terminal gets the same lines
+with colours, and better marks where it takes UTF-8.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 
-from kdtr_cli.parity.results import Report, RoundsResult, SequenceResult, Side, StepDetail
+from kdtr_cli.parity.results import Report, RoundsResult, SequenceResult, Side
 from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import TensorRule, Tolerance
 from kdtr_cli.parity.traces import TraceResult, step_of
-from kdtr_cli.parity.verdicts import Verdict
+from kdtr_cli.parity.verdicts import Level, Verdict
+from kdtr_cli.report.divergence import Look, divergence, passage
 from kdtr_cli.report.line import safe, verdict_line
+from kdtr_cli.report.meaning import MEANS
+from kdtr_cli.report.overview import overview_table, verdict_style
+from kdtr_cli.report.strip import legend, strip
+from kdtr_cli.report.windows import windows
 
-__all__ = ["report_text"]
+__all__ = ["Part", "report_parts", "report_text"]
 
-#: Longer token lists are shown in part.
-MAX_TOKENS = 96
 #: More sequences than these are counted only; those that do not agree are shown first.
 MAX_SEQUENCES = 32
 MAX_FINDINGS = 40
@@ -23,21 +33,50 @@ MAX_FINDINGS = 40
 MAX_TENSORS = 6
 _LABEL = 12
 
+#: What rich prints, or a line as it is.
+Part = object
 
-def report_text(report: Report, width: int = 100) -> str:
-    """The whole report for lines of `width` characters, with a newline at its end."""
-    lines = [*_header(report)]
-    for result in _shown(report.sequences):
-        lines += ["", *_sequence(result, report.teacher_forced, width)]
+_LEVELS = {Level.ERROR: "red", Level.WARNING: "yellow", Level.NOTE: "dim"}
+
+
+def report_text(report: Report, width: int = 100, text_of: Callable[[int], str | None] | None = None) -> str:
+    """The whole report in plain ASCII for lines of `width` characters, with a newline at its end."""
+    plain = Console(file=io.StringIO(), width=100_000, color_system=None, force_terminal=False, legacy_windows=False)
+    lines = []
+    for part in report_parts(report, Look(width, text_of=text_of)):
+        if isinstance(part, str | Text):
+            lines.append(str(part))
+        else:
+            with plain.capture() as captured:
+                plain.print(part)
+            lines += [line.rstrip() for line in captured.get().splitlines()]
+    return "\n".join([*lines, verdict_line(report)]) + "\n"
+
+
+def report_parts(report: Report, look: Look) -> Iterator[Part]:
+    """All of the report but its last line, part by part: lines (str or rich's Text), and tables."""
+    verdict = (report.verdict.value, verdict_style(report.verdict))
+    yield Text.assemble(
+        "verdict ", verdict, f": {MEANS[report.verdict] if report.reason is None else safe(report.reason)}"
+    )
+    yield from _header(report)
+    shown = _shown(report.sequences)
+    if shown:
+        yield ""
+        yield overview_table(shown)
+        yield from legend(shown, report.teacher_forced, look.unicode)
+    for result in shown:
+        yield ""
+        yield from _sequence(result, report.teacher_forced, look)
     # of a sweep the report lists a part
-    if hidden := report.totals.sequences - MAX_SEQUENCES:
+    if (hidden := report.totals.sequences - MAX_SEQUENCES) > 0:
         counts = ", ".join(f"{n} {name}" for name, n in report.totals.verdicts.items())
-        if hidden > 0:
-            lines += ["", f"{hidden} more sequences are not shown; all together: {counts}"]
+        yield ""
+        yield f"{hidden} more sequences are not shown; all together: {counts}"
     if report.findings:
-        lines += ["", *_findings(report)]
-    lines += ["", verdict_line(report)]
-    return "\n".join(lines) + "\n"
+        yield ""
+        yield from _findings(report)
+    yield ""
 
 
 def _header(report: Report) -> Iterator[str]:
@@ -46,6 +85,8 @@ def _header(report: Report) -> Iterator[str]:
             yield f"{label:<8}{_side(side)}"
     if report.tolerance is not None:
         against = f"the golden's {report.reference} logits" if report.reference else "no logits: the golden has none"
+        if report.values == "logprobs":
+            against = f"the log-softmax of {against}: the run holds log-probabilities"
         yield f"{'rule':<8}{_rule(report.tolerance)}, against {against}"
     o = report.options
     for rule in o.rules:
@@ -109,22 +150,27 @@ def _shown(sequences: Sequence[SequenceResult]) -> list[SequenceResult]:
     return sorted(by_need, key=lambda s: s.index)
 
 
-def _sequence(result: SequenceResult, teacher_forced: bool, width: int) -> Iterator[str]:
-    yield f"sequence {result.index} {safe(repr(result.id))}: {result.verdict.value}"
+def _sequence(result: SequenceResult, teacher_forced: bool, look: Look) -> Iterator[str | Text]:
+    name = safe(repr(result.id))
+    yield Text.assemble(f"sequence {result.index} {name}: ", (result.verdict.value, verdict_style(result.verdict)))
     counts = f"  prompt {result.prompt_length} ids; golden {_length(result.golden_length, result.golden_finish)}"
     if result.run_tokens is None:
         yield f"{counts}; the run lacks it"
-        yield from _tokens(result.golden_tokens, np.empty(0, np.int32), False, width)
+        yield from _tokens(result.golden_tokens, np.empty(0, np.int32), False, look.width)
         return
     yield f"{counts}, run {_length(result.run_length, result.run_finish)}; {result.tokens_equal} equal"
-    yield f"  logits {_logits(result.logits)}"
-    if result.prompt_logits is not None:
-        yield f"  prompt logits {_logits(result.prompt_logits)}"
+    for name, part in (("logits", result.logits), ("prompt logits", result.prompt_logits)):
+        if part is not None:
+            yield f"  {name} {_logits(part)}"
+            yield from _summaries(part)
     if result.rounds is not None:
         yield f"  rounds {_rounds(result.rounds)}"
-    yield from _tokens(result.golden_tokens, result.run_tokens, teacher_forced, width)
+    yield from strip(result, teacher_forced, look.width, look.unicode)
+    yield from _tokens(result.golden_tokens, result.run_tokens, teacher_forced, look.width)
     if result.divergence is not None:
-        yield from _divergence(result.divergence)
+        yield from divergence(result.divergence, look)
+        if look.text_of is not None:
+            yield from passage(result, result.divergence.step, look)
     if result.trace is not None:
         yield from _trace(result.trace, result.prompt_length)
 
@@ -148,6 +194,29 @@ def _logits(r: LogitsResult) -> str:
     if r.rows_out:
         text += f"; {r.values_out} values in {r.rows_out} rows out of tolerance"
     return text
+
+
+def _summaries(r: LogitsResult) -> Iterator[str]:
+    """What no bound looks at."""
+    parts = []
+    if r.mean_kl is not None:
+        parts.append(f"KL mean {r.mean_kl:.3e} p99 {r.p99_kl:.3e}")
+    if r.top and r.top[0].rows:
+        parts.append(f"argmax equal in {r.top[0].equal} of {r.top[0].rows} rows")
+        parts += [f"top {t.k} {_percent(t.shared, t.ids)} equal" for t in r.top[1:] if t.rows]
+    if r.min_golden_margin is not None:
+        parts.append(f"smallest margin {r.min_golden_margin:.3e} at row {r.min_golden_margin_row}")
+        if r.min_run_margin is not None:
+            parts[-1] += f", the run's {r.min_run_margin:.3e} at row {r.min_run_margin_row}"
+    if r.nmse is not None:
+        parts.append(f"NMSE {r.nmse:.3e}" + ("" if r.cosine is None else f", cosine {r.cosine:.9g}"))
+    if parts:
+        yield f"    {'; '.join(parts)}"
+
+
+def _percent(part: int, whole: int) -> str:
+    """Rounded down, so that 100 % is all of them."""
+    return f"{part * 1000 // whole / 10:g} %"
 
 
 def _rounds(r: RoundsResult) -> str:
@@ -185,7 +254,7 @@ def _trace(r: TraceResult, prompt: int) -> Iterator[str]:
         yield f"    and {more} more tensors out of tolerance"
 
 
-def _tokens(golden: np.ndarray, run: np.ndarray, mark_all: bool, width: int) -> Iterator[str]:
+def _tokens(golden: np.ndarray, run: np.ndarray, mark_all: bool, width: int) -> Iterator[str | Text]:
     """Both lists in columns, wrapped; the first difference marked, in a teacher-forced run every one."""
     total = max(len(golden), len(run))
     common = min(len(golden), len(run))
@@ -193,7 +262,7 @@ def _tokens(golden: np.ndarray, run: np.ndarray, mark_all: bool, width: int) -> 
     first = parted[0] if parted else None
     marks = set(parted if mark_all else parted[:1])
     end = 0
-    for lo, hi in _windows(total, first):
+    for lo, hi in windows(total, first):
         if lo > end:
             yield _gap(end, lo, parted)
         yield from _columns(golden, run, lo, hi, marks, width)
@@ -202,29 +271,15 @@ def _tokens(golden: np.ndarray, run: np.ndarray, mark_all: bool, width: int) -> 
         yield _gap(end, total, parted)
 
 
-def _windows(total: int, first: int | None) -> list[tuple[int, int]]:
-    """The ranges of a list of `total` tokens to show: all, or the start, the place of the difference and the end."""
-    if total <= MAX_TOKENS:
-        return [(0, total)] if total else []
-    wanted = [(0, 24), (total - 8, total)]
-    if first is not None:
-        wanted.append((max(0, first - 12), min(total, first + 12)))
-    merged: list[tuple[int, int]] = []
-    for lo, hi in sorted(wanted):
-        if merged and lo <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(hi, merged[-1][1]))
-        else:
-            merged.append((lo, hi))
-    return merged
-
-
 def _gap(lo: int, hi: int, parted: list[int]) -> str:
     differ = sum(lo <= step < hi for step in parted)
     what = "all equal" if not differ else f"{differ} differ"
     return f"{'...':>{_LABEL - 2}}  steps {lo} to {hi - 1} left out: {what}"
 
 
-def _columns(golden: np.ndarray, run: np.ndarray, lo: int, hi: int, marks: set[int], width: int) -> Iterator[str]:
+def _columns(
+    golden: np.ndarray, run: np.ndarray, lo: int, hi: int, marks: set[int], width: int
+) -> Iterator[str | Text]:
     rows = {
         "step": [str(i) for i in range(lo, hi)],
         "golden": [str(golden[i]) if i < len(golden) else "-" for i in range(lo, hi)],
@@ -239,38 +294,13 @@ def _columns(golden: np.ndarray, run: np.ndarray, lo: int, hi: int, marks: set[i
         steps = range(lo + start, min(lo + start + each, hi))
         if any(step in marks for step in steps):
             ticks = " ".join(("^" * cell if step in marks else "").rjust(cell) for step in steps)
-            yield f"{'':>{_LABEL - 2}}  {ticks}".rstrip()
+            yield Text(f"{'':>{_LABEL - 2}}  {ticks}".rstrip(), "bold red")
 
 
-def _divergence(d: StepDetail) -> Iterator[str]:
-    golden, run = ("nothing" if t is None else str(t) for t in (d.golden_token, d.run_token))
-    yield f"  first divergence at step {d.step}: golden {golden}, run {run}"
-    if d.golden_margin is not None or d.run_margin is not None:
-        yield f"    margin (top1 - top2): golden {_number(d.golden_margin)}, run {_number(d.run_margin)}"
-    if d.tie or d.recorded_tie:
-        said = ["the run's token is within tolerance of the golden's maximum"] if d.tie else []
-        said += ["the golden recorded that its float64 argmax is another token"] if d.recorded_tie else []
-        yield f"    tie: {'; '.join(said)}"
-    if d.golden_top or d.run_top:
-        yield f"    {'logits':<10}{'of ' + golden:>16}{'of ' + run:>16}"
-        for label, logits in (("golden", d.golden_logits), ("run", d.run_logits)):
-            yield f"    {label:<10}" + "".join(f"{_number(v):>16}" for v in logits)
-        yield f"    {'top 5':<10}{'golden':>24}{'run':>24}"
-        for rank in range(max(len(d.golden_top), len(d.run_top))):
-            yield f"    {rank + 1:<10}" + "".join(_entry(top, rank) for top in (d.golden_top, d.run_top))
-
-
-def _entry(top: tuple[tuple[int, float], ...], rank: int) -> str:
-    return f"{top[rank][0]:>9}{top[rank][1]:>15.7g}" if rank < len(top) else f"{'-':>24}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.7g}"
-
-
-def _findings(report: Report) -> Iterator[str]:
+def _findings(report: Report) -> Iterator[str | Text]:
     for finding in report.findings[:MAX_FINDINGS]:
+        level = (f"{finding.level.value:<8}", _LEVELS[finding.level])
         hint = f" (hint: {finding.hint})" if finding.hint else ""
-        yield f"{finding.level.value:<8}{safe(finding.message)} [{safe(finding.code)}]{hint}"
+        yield Text.assemble(level, safe(finding.message), (f" [{safe(finding.code)}]", "dim"), hint)
     if len(report.findings) > MAX_FINDINGS:
         yield f"{'':<8}and {len(report.findings) - MAX_FINDINGS} more findings (--format json lists all)"

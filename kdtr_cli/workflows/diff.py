@@ -5,6 +5,7 @@ import re
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -52,10 +53,15 @@ def judge_bundles(golden: str | Path, run: str | Path, options: JudgeOptions) ->
         with ExitStack() as stack:
             for path in (golden, run):
                 sides.append(bundle_evidence(stack.enter_context(_open(path))))
-            return judge(sides[0], sides[1], options)
+            return judge(sides[0], sides[1], replace(options, threads=_threads()))
     except _BrokenBundle as error:
         finding = Finding(Level.ERROR, "bundle", str(error), Verdict.INVALID)
         return invalid([finding], options, *sides)
+
+
+def _threads() -> int:
+    """As many as there are cores for this process; past 16 the two digests, each a chain, take the whole time."""
+    return min(16, len(os.sched_getaffinity(0)))
 
 
 def bundle_evidence(bundle: Bundle) -> Evidence:
@@ -141,7 +147,9 @@ def _logits(sequence: BundleSequence, base: str, names: set[str], dtype: np.dtyp
         top_values=rows(top),
         k=shape[1] if richest == top else 0,
         row_sha256=rows(digests),
+        top_counts=rows(f"{base}_top_counts"),
         dataset_sha256=partial(_verified_digest, sequence, base) if base in names else None,
+        scan=partial(_Scan, sequence, base) if base in names else None,
     )
 
 
@@ -157,29 +165,46 @@ def _verified_digest(sequence: BundleSequence, path: str) -> str:
     return _reading(lambda: sequence.verified_sha256(path))
 
 
-def check_report_target(path: Path, force: bool, bundles: tuple[Path, ...] = ()) -> None:
-    """Say before any work whether a report could be written to `path`. InputError: it exists and `force` is off, it is
-    no regular file, it is one of the bundles, its folder is missing or can't be written to."""
+class _Scan:
+    """A scan of a bundle's array, for `Logits.scan`."""
+
+    def __init__(self, sequence: BundleSequence, path: str) -> None:
+        self._scan = _reading(lambda: sequence.scan(path))
+        self.sha256 = self._scan.sha256
+
+    def rows(self, lo: int, hi: int, memory: np.ndarray | None = None) -> np.ndarray:
+        return _reading(lambda: self._scan.rows(lo, hi, memory))
+
+    def feed(self, rows: np.ndarray) -> None:
+        self._scan.feed(rows)
+
+    def finish(self) -> None:
+        _reading(self._scan.finish)
+
+
+def check_report_target(path: Path, force: bool, bundles: tuple[Path, ...] = (), option: str = "--output-file") -> None:
+    """Say before any work whether what `option` names could be written to `path`. InputError: it exists and `force` is
+    off, it is no regular file, it is one of the bundles, its folder is missing or can't be written to."""
     folder = path.parent
     if path.exists() or path.is_symlink():
         if any(path.exists() and bundle.exists() and path.samefile(bundle) for bundle in bundles):
-            raise InputError(f"--output-file {path} is one of the bundles; name another file")
+            raise InputError(f"{option} {path} is one of the bundles; name another file")
         if not path.is_file():
-            raise InputError(f"--output-file {path} is not a regular file; name another")
+            raise InputError(f"{option} {path} is not a regular file; name another")
         if not force:
-            raise InputError(f"--output-file {path} exists; use --force to overwrite it")
+            raise InputError(f"{option} {path} exists; use --force to overwrite it")
     if not folder.is_dir():
-        raise InputError(f"--output-file {path}: the folder {folder} does not exist; create it first")
+        raise InputError(f"{option} {path}: the folder {folder} does not exist; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"--output-file {path}: no permission to write in the folder {folder}")
+        raise InputError(f"{option} {path}: no permission to write in the folder {folder}")
 
 
-def write_report(path: Path, text: str) -> None:
+def write_report(path: Path, report: str | bytes) -> None:
     """Write a report, all of it or nothing. DeviceError (exit 3): it can't be written; no verdict is given then."""
     temporary = path.parent / f".{secrets.token_hex(4)}.kdtr-report.partial"
     try:
-        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with open(temporary, "xb") as file:
+            file.write(report.encode() if isinstance(report, str) else report)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -239,6 +239,8 @@ class TestFormats:
         elif form == "junit":
             told = {p.get("name"): p.get("value") for p in ElementTree.fromstring(out).iter("property")}
             assert (told["verdict"], told["exit_code"]) == (verdict, str(expected))
+        elif form == "html":
+            assert f'data-verdict="{verdict}"' in out
         else:
             assert f" verdict={verdict}" in out.splitlines()[-1]
 

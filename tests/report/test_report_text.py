@@ -114,6 +114,54 @@ class TestContent:
         assert "against the golden's exact logits" in text
         assert "1 of 1 sequences, 24 of 24 steps: 24 of 24 rows of logits compared, 24 of them identical" in text
 
+    def test_the_verdict_and_what_it_means_come_first(self):
+        golden, run = pair()
+        assert text_of(golden, run).startswith(
+            "verdict IDENTICAL: All tokens and all bits of all logits are the same.\n"
+        )
+        run.one.logits.clear()
+        assert text_of(golden, run).startswith("verdict INCONCLUSIVE: sequence 's0': there are no logits to compare")
+
+    def test_a_table_of_the_sequences(self):
+        golden, run = pair(sequences=3)
+        run.seqs[1].tokens[5] ^= 1
+        del run.seqs[2]
+        lines = text_of(golden, run).splitlines()
+        at = next(i for i, line in enumerate(lines) if line.startswith("#  sequence"))
+        rows = [line.split() for line in lines[at : at + 4]]
+        assert rows[0] == [
+            "#",
+            "sequence",
+            "verdict",
+            "tokens",
+            "first",
+            "margin",
+            "max",
+            "abs",
+            "max",
+            "ULP",
+            "max",
+            "KL",
+        ]
+        assert rows[1] == ["0", "s0", "IDENTICAL", "24/24", "-", "-", "0.000e+00", "0", "0.000e+00"]
+        assert rows[2][:5] == ["1", "s1", "DIVERGED", "5/24", "5"]
+        assert rows[3][:5] == ["2", "s2", "DIVERGED", "0/24", "missing"]
+        assert lines[at + 4] == "marks   = same bits  X another token  - not compared"
+
+    def test_texts_of_tokens_can_not_break_a_line(self):
+        golden, run = pair()
+        run.one.tokens[5] ^= 1
+        report = judge(golden.evidence(), run.evidence())
+        plain = report_text(report)
+        for hostile in ("\x1b[2J", "\n\nPASS", "\u202e", "[red]", "\r", "##[error]", "x" * 5000, ""):
+            text = report_text(report, text_of=lambda token, hostile=hostile: hostile)
+            assert text.isascii()
+            assert all(c.isprintable() for c in text.replace("\n", ""))
+            assert len(text.splitlines()) == len(plain.splitlines()) + 2  # the passages of both sides
+            assert max(map(len, text.splitlines())) < 200
+            assert "##[" not in text
+        assert report_text(report, text_of=lambda token: None).splitlines()[-1] == plain.splitlines()[-1]
+
     def test_every_rule_and_its_origin_is_shown(self):
         golden, run = pair()
         text = text_of(golden, run, rtol=0.5, max_ulp=3, max_kl=0.25, allow_loose=True, steps=3, on_tie="warn")

@@ -1,6 +1,7 @@
 """From two files to a report: lazy reading, broken bundles, the report file."""
 
 import os
+import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -14,8 +15,11 @@ from parity_bundles import write_bundle, write_pair
 from parity_cases import golden_side, make_tie, perturb, run_side
 
 from kdtr_cli.bundle.reader import BundleSequence, open_bundle
+from kdtr_cli.bundle.scan import ArrayScan
 from kdtr_cli.errors import DeviceError, Exit, InputError
+from kdtr_cli.parity import logits
 from kdtr_cli.parity.judge import judge
+from kdtr_cli.parity.measure import Measure
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Verdict
 from kdtr_cli.report.json import report_document
@@ -73,20 +77,45 @@ class TestFromFiles:
             report = diff(*wrong)
             assert (report.verdict, report.exit_code) == (Verdict.INVALID, 2)
 
-    def test_equal_files_are_read_but_their_metrics_are_not_taken(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("threads", [1, 3])
+    def test_equal_files_are_read_once_and_their_metrics_are_not_taken(self, tmp_path, monkeypatch, threads):
         paths = write_pair(*pair(), tmp_path)
         read = []
-        rows = BundleSequence.rows
+        rows = ArrayScan.rows
 
-        def spy(self, path, low, high):
-            read.append((path, high - low))
-            return rows(self, path, low, high)
+        def spy(self, low, high, memory=None):
+            read.append((self._path, high - low))
+            return rows(self, low, high, memory)
 
-        monkeypatch.setattr(BundleSequence, "rows", spy)
-        assert diff(*paths).verdict is Verdict.IDENTICAL
-        # the run's are only verified, the golden's looked at for what is not finite
-        assert not [path for path, _ in read if path == "logits/engine"]
-        assert sum(n for path, n in read if path == "logits/exact") == 12
+        monkeypatch.setattr(ArrayScan, "rows", spy)
+        monkeypatch.setattr(BundleSequence, "rows", None)  # nothing is read a second time
+        monkeypatch.setattr(Measure, "full", None)
+        monkeypatch.setattr(workflow, "_threads", lambda: threads)
+        monkeypatch.setattr(logits, "BLOCK_VALUES", 80)  # two rows
+        report = diff(*paths)
+        assert report.verdict is Verdict.IDENTICAL
+        assert report.totals.rows_identical == 12
+        for index in range(2):
+            for path in (f"sequences/{index:06d}/logits/exact", f"sequences/{index:06d}/logits/engine"):
+                assert sum(n for name, n in read if name == path) == 6
+
+    @pytest.mark.parametrize("which", [0, 1])
+    def test_equal_digests_that_are_not_those_of_the_data_are_no_pass(self, tmp_path, which):
+        golden, run = pair()
+        paths = write_pair(golden, run, tmp_path)
+        row = run.seqs[1].logits["engine"][3].tobytes()
+        data = paths[which].read_bytes()
+        paths[which].write_bytes(data.replace(row, (run.seqs[1].logits["engine"][3] + 1).tobytes()))
+        assert diff(*paths).verdict is Verdict.INVALID
+
+    def test_equal_digests_of_a_golden_that_is_not_finite(self, tmp_path):
+        golden, run = pair()
+        for side, name in ((golden, "exact"), (run, "engine")):
+            side.seqs[1].logits[name][4, 7] = -np.inf
+        report = diff(*write_pair(golden, run, tmp_path))
+        assert report.verdict is Verdict.INVALID
+        assert report.sequences[1].logits.golden_nonfinite.row == 4
+        assert report.sequences[1].logits.rows_identical == 4
 
     def test_memory_stays_flat(self, tmp_path):
         golden, run = pair(sequences=1, steps=400, vocab=20_000)  # 32 MB a side
@@ -101,6 +130,29 @@ class TestFromFiles:
         assert report.totals.values_compared == 8_000_000
         # numpy reports its memory to tracemalloc: a whole side in float64 alone would be 64 MB
         assert peak < 48e6
+
+    def test_the_process_stays_small_on_many_threads(self, tmp_path):
+        """The largest resident memory that a process ever had, for 16 and for 64 MB a side."""
+        code = (
+            "import sys; from kdtr_cli.parity.tolerances import JudgeOptions; from kdtr_cli.workflows import diff\n"
+            "diff._threads = lambda: 4\n"
+            "assert diff.diff(*sys.argv[1:], JudgeOptions(atol=1e-3)).verdict.value == 'PASS'\n"
+            "print([line for line in open('/proc/self/status') if line.startswith('VmHWM')][0].split()[1])"
+        )
+        peaks = []
+        for steps in (80, 320):
+            golden, run = pair(sequences=1, steps=steps, vocab=50_000)
+            run.one.logits["engine"] = np.nextafter(run.one.logits["engine"], np.float32(99))
+            del golden.one.logits["float64"]
+            done = subprocess.run(
+                [sys.executable, "-c", code, *map(str, write_pair(golden, run, tmp_path))],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            peaks.append(int(done.stdout) / 1024)
+        assert peaks[1] < 400
+        assert peaks[1] - peaks[0] < 32
 
 
 class TestBroken:
