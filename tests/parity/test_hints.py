@@ -201,6 +201,17 @@ def test_two_experts_are_named():
     assert f"{a} and {b}" in found.message
 
 
+def test_one_row_that_is_off_accuses_no_expert():
+    """Of a row whose experts serve no other row, each would do."""
+    golden, run = traced_pair()
+    for side in (golden, run):
+        ids = side.one.trace[f"{MLP}expert_ids"]
+        ids[:] = np.arange(ids.shape[1])
+        ids[2] += ids.shape[1]
+    run.one.trace[f"{MLP}moe_out"][2] = noise(run.one.trace[f"{MLP}moe_out"][2])
+    assert judge(golden.evidence(), run.evidence()).sequences[0].trace.hint == "first-tensor"
+
+
 def test_rows_whose_inputs_differ_are_no_evidence():
     """The scale is wrong everywhere, and a decoded row is off before that already."""
     golden, run = traced_pair()
@@ -336,6 +347,14 @@ def test_rounds(name, code, hint):
     else:
         array[(1,) + (0,) * (array.ndim - 1)] ^= 1
     assert hints(golden, run) == {code: hint}
+
+
+def test_rounds_that_part_leave_no_blame_on_the_sampler():
+    """An engine that emits a bonus twice has its logits right, and its tokens wrong."""
+    golden, run = round_pair(sequences=1, steps=24)
+    run.one.tokens[5] ^= 1
+    rounds_of(run)["draft_top_logps"][1, 0, 0] -= np.float32(1e-3)
+    assert set(hints(golden, run).values()) == {"drafter"}
 
 
 def test_nonfinite():
