@@ -59,7 +59,7 @@ def provenance_of(evidence: Evidence) -> tuple[tuple[str, str], ...]:
     for group in ("choices", "drafting", "run"):
         held = evidence.manifest.get(group)
         if isinstance(held, Mapping):
-            pairs += [(f"{group}.{key}", value) for key, value in held.items()]
+            pairs += sorted(((f"{group}.{key}", value) for key, value in held.items()), key=lambda pair: pair[0])
     pairs.append(("manifest_sha256", evidence.manifest_sha256))
     return tuple((path, str(value)) for path, value in pairs if value is not _MISSING and value is not None)
 
