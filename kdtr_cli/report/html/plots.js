@@ -205,7 +205,7 @@ class Plots {
           }
           pen.fillStyle = v === 0 ? zero : Number.isNaN(v) ? nan : v === Infinity ? odd : shades[Math.min(255, Math.round(255 * Math.max(0.04, span(scale, v))))];
           const gap = one > 6 ? 1 : 0;
-          pen.fillRect(x, top + b * cellHeight, width - gap + (gap ? 0 : 0.6), cellHeight - (cellHeight > 6 ? 1 : 0) + (cellHeight > 6 ? 0 : 0.4));
+          pen.fillRect(x, top + b * cellHeight, width - gap + (gap ? 0 : 0.6), cellHeight - (gap && cellHeight > 6 ? 1 : 0) + (gap && cellHeight > 6 ? 0 : 0.4));
         }
       }
       pen.fillStyle = colour("--soft"); pen.font = `11px ${getComputedStyle(document.body).fontFamily}`;
