@@ -21,6 +21,8 @@ KERNELS = PACKAGE.parent / "kernels_cu"
 #: What the modules of each package may import of the others; `errors`, and the version in the package itself, are for
 #: all. What an arrow reaches by another arrow it may import too: the command line renders reports, for example.
 BELOW = {
+    "pytest_plugin": {"testing", "workflows", "report", "parity", "engine", "reference", "ddtree", "model", "bundle"},
+    "testing": {"workflows", "report", "parity", "engine", "reference", "ddtree", "model", "bundle"},
     "cli": {"workflows", "report", "parity", "engine", "reference", "ddtree", "model", "bundle"},
     "workflows": {"report", "parity", "engine", "reference", "ddtree", "model", "bundle"},
     "report": {"parity"},
@@ -63,7 +65,9 @@ FILE_CALLS = {
 }
 FILE_CALLS |= {"memmap", "read_text", "read_bytes", "write_text", "write_bytes"}
 
-#: Never imported: the tool works offline and without a deep learning framework.
+#: Never imported: the tool works offline and without a deep learning framework. But an engine that is such a framework
+#: has to import it: in its own module, when it is asked.
+FRAMEWORK_MODULES = {"workflows/engine_hf.py": {"torch", "transformers"}}
 FOREIGN = {"torch", "transformers", "tensorflow", "jax", "requests", "httpx", "urllib3", "huggingface_hub"}
 
 MODULE_LINES = 400
@@ -155,7 +159,11 @@ def careless_cupy(path: str, text: str) -> list[str]:
 
 
 def foreign_imports(path: str, text: str) -> list[str]:
-    return [f"{path}:{item.line} imports {item.module}" for item in imports(path, text) if item.top in FOREIGN]
+    return [
+        f"{path}:{item.line} imports {item.module}"
+        for item in imports(path, text)
+        if item.top in FOREIGN and not (item.lazy and item.top in FRAMEWORK_MODULES.get(path, set()))
+    ]
 
 
 def private_imports(path: str, text: str) -> list[str]:
@@ -322,6 +330,9 @@ class TestRulesSee:
             ("workflows/x.py", "from kdtr_cli.cli import console"),
             ("ddtree/x.py", "from kdtr_cli.reference import arith"),
             ("errors.py", "from kdtr_cli.model import config"),
+            ("testing/x.py", "from kdtr_cli.cli import console"),
+            ("testing/x.py", "from kdtr_cli.pytest_plugin import goldens"),
+            ("workflows/x.py", "from kdtr_cli.testing.parity import assert_parity"),
         ],
     )
     def test_an_upward_import(self, path, text):
@@ -333,6 +344,7 @@ class TestRulesSee:
             ("cli/x.py", "from kdtr_cli.workflows.diff import judge"),
             ("cli/x.py", "from kdtr_cli.cli import console"),
             ("cli/x.py", "from kdtr_cli import __version__"),
+            ("pytest_plugin/x.py", "from kdtr_cli.testing.parity import assert_parity"),
             ("parity/x.py", "from kdtr_cli.errors import InputError"),
             ("parity/x.py", "from . import metrics"),
             ("reference/x.py", "from kdtr_cli.model import config\nfrom ..ddtree.tree import build"),
@@ -375,6 +387,13 @@ class TestRulesSee:
 
     def test_a_framework(self):
         assert foreign_imports("workflows/x.py", "def f():\n    import torch.nn")
+        assert foreign_imports("workflows/engine_hf.py", "import torch")
+        assert foreign_imports("workflows/engine_hf.py", "def f():\n    import requests")
+        assert foreign_imports("engine/engine_hf.py", "def f():\n    import torch")
+
+    def test_a_framework_that_is_the_engine(self):
+        assert foreign_imports("workflows/engine_hf.py", "def f():\n    import torch\n    import transformers") == []
+        assert set(FRAMEWORK_MODULES) <= set(sources())
 
     @pytest.mark.parametrize(
         "text",

@@ -99,6 +99,7 @@ _KEYS: tuple[tuple[str, Any, str, bool, bool], ...] = (
     ("logits", _is_text, "text", True, False),
     ("score", _is_bool, "true or false", False, False),
     ("trace", _is_text, "text", False, False),
+    ("values", lambda value: value in ("logits", "logprobs"), "logits or logprobs", False, False),
     ("run", _is_object, "an object", False, False),
     ("run/device", _is_text, "text", False, True),
     ("run/driver", _is_text, "text", False, True),

@@ -173,7 +173,7 @@ _TRACE = re.compile(
 )
 _HIDDEN = ("embed", "final_norm", "hidden", "self_attn.attn_out", "mlp.shared_out", "mlp.moe_out", "mlp.mlp_out")
 _SLOTS = ("mlp.expert_ids", "mlp.expert_weights")
-_LOGITS = re.compile(r"(prompt_logits|logits)/([a-z0-9]+?)(_top_ids|_top_values|_sha256)?")
+_LOGITS = re.compile(r"(prompt_logits|logits)/([a-z0-9]+?)(_top_ids|_top_values|_top_counts|_sha256)?")
 _WEIGHT = re.compile(_COMPONENT)
 
 _FIXED: Mapping[str, Rule] = {
@@ -221,6 +221,7 @@ def array_rule(kind: str, path: str) -> Rule | None:
         None: ((dtype,), (rows, "V")),
         "_top_ids": (("int32",), (rows, kept)),
         "_top_values": ((dtype,), (rows, kept)),
+        "_top_counts": (("int32",), (rows,)),
         "_sha256": (("uint8",), (rows, 32)),
     }[suffix]
 
@@ -311,7 +312,9 @@ def _match_dims(where: str, shape: tuple[int, ...], dims: tuple[int | str, ...],
 
 def _check_tops(where: str, paths: Iterable[str]) -> None:
     for path in paths:
-        for one, other in (("_top_ids", "_top_values"), ("_top_values", "_top_ids")):
+        for one, other in (
+            ("_top_ids", "_top_values"), ("_top_values", "_top_ids"), ("_top_counts", "_top_ids"),
+        ):  # fmt: skip
             if path.endswith(one) and path.startswith(("logits/", "prompt_logits/")):
                 twin = path.removesuffix(one) + other
                 if twin not in paths:

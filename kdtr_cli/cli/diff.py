@@ -15,7 +15,7 @@ from kdtr_cli.cli.console import notes, progress, results
 from kdtr_cli.cli.settings import origin
 from kdtr_cli.cli.tensor_rule import TensorRuleType
 from kdtr_cli.parity.results import Report
-from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
+from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import ON_TIE
 from kdtr_cli.report.divergence import Look
 from kdtr_cli.report.github import report_github
@@ -31,7 +31,7 @@ from kdtr_cli.workflows.step_summary import append_step_summary
 from kdtr_cli.workflows.sweep_diff import diff_sweeps
 from kdtr_cli.workflows.token_text import token_texts
 
-__all__ = ["diff"]
+__all__ = ["RULES", "diff", "judge_options"]
 
 #: Text of a token id, None where it is not known.
 TextOf = Callable[[int], str | None]
@@ -42,8 +42,8 @@ _WIDTH = 100
 #: What `--format` may say.
 FORMATS = ("text", "json", "junit", "github", "html")
 
-#: The options whose origin the report names.
-_RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow_loose", "steps", "select")
+#: The options that a judgement follows; the report names their origin.
+RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow_loose", "steps", "select")
 
 
 @click.command()
@@ -89,21 +89,12 @@ def diff(
     ctx: click.Context,
     golden: Path,
     run: Path,
-    atol: float | None,
-    rtol: float | None,
-    max_ulp: int | None,
-    max_kl: float | None,
-    rule: tuple[TensorRule, ...],
-    on_tie: str,
-    allow_partial: bool,
-    allow_loose: bool,
-    steps: int | None,
-    select: str | None,
     form: str,
     output_file: Path | None,
     plot: Path | None,
     tokenizer: Path | None,
     force: bool,
+    **rules: object,
 ) -> None:
     """Judge a run against its golden.
 
@@ -112,20 +103,7 @@ def diff(
     Exit 0: they agree. 1: they differ. 2: that can't be judged. 3: kdtr failed. The last line on standard output says
     it all in a form that stays the same (docs/judging.md).
     """
-    options = JudgeOptions(
-        atol=atol,
-        rtol=rtol,
-        max_ulp=max_ulp,
-        max_kl=max_kl,
-        on_tie=on_tie,
-        allow_partial=allow_partial,
-        allow_loose=allow_loose,
-        steps=steps,
-        select=None if select is None else tuple(name for part in select.split(",") if (name := part.strip())),
-        origins={name: f"--{name.replace('_', '-')}, {origin(ctx, name)}" for name in _RULES},
-        keep_rounds=form == "html",
-        rules=tuple(replace(one, origin=f"--rule, {origin(ctx, 'rule')}") for one in rule),
-    )
+    options = replace(judge_options(ctx), keep_rounds=form == "html")
     if output_file is not None:
         check_report_target(output_file, force, (golden, run))
     if plot is not None:
@@ -148,6 +126,18 @@ def diff(
     # the page is UTF-8, whatever the terminal takes; echo flushes, and `main` makes exit 3 of an output that is full
     click.echo(text.encode() if form == "html" else text, nl=False)
     ctx.exit(int(report.exit_code))
+
+
+def judge_options(ctx: click.Context) -> JudgeOptions:
+    """What the context of a `kdtr diff` asks of the judgement, each rule with its origin."""
+    rules = {name: ctx.params[name] for name in RULES}
+    if (select := rules["select"]) is not None:
+        rules["select"] = tuple(name for part in select.split(",") if (name := part.strip()))
+    return JudgeOptions(
+        **rules,
+        origins={name: f"--{name.replace('_', '-')}, {origin(ctx, name)}" for name in RULES},
+        rules=tuple(replace(one, origin=f"--rule, {origin(ctx, 'rule')}") for one in ctx.params["rule"]),
+    )
 
 
 def _judge(golden: Path, run: Path, options: JudgeOptions) -> Report:

@@ -93,6 +93,14 @@ def _show_sweep(document: Mapping[str, Any], output_format: str) -> None:
         out.print(f"{name.ljust(max(map(len, facts)))}  {one_line(value)}")
 
 
+def _arrays(arrays: list[dict[str, Any]]) -> str:
+    """All but the tensors of a trace, which are many, and are counted."""
+    names = [f"{a['name']} {a['dtype']}{a['shape']}" for a in arrays if not a["name"].startswith("trace/")]
+    if traced := len(arrays) - len(names):
+        names.append(f"trace: {traced} tensors")
+    return ", ".join(names) or "-"
+
+
 def _render(out: Console, document: Mapping[str, Any]) -> None:
     model = document["model"]
     producer = document["producer"]
@@ -109,7 +117,9 @@ def _render(out: Console, document: Mapping[str, Any]) -> None:
         "choices": _pairs(document["choices"]),
         "decoding": _pairs(document["decoding"]),
         "arithmetic": f"{', '.join(document['arithmetic'])} (tier {document['tier']})",
-        "logits": document["logits"] + (", prompt scored" if document["score"] else ""),
+        "logits": document["logits"]
+        + (", prompt scored" if document["score"] else "")
+        + (", log-probabilities" if document["values"] == "logprobs" else ""),
     }
     if document["drafting"] is not None:
         facts["drafting"] = _pairs(document["drafting"])
@@ -131,7 +141,7 @@ def _render(out: Console, document: Mapping[str, Any]) -> None:
                 row["prompt_length"],
                 row["n_tokens"],
                 row["finish_reason"],
-                ", ".join(f"{array['name']} {array['dtype']}{array['shape']}" for array in row["arrays"]) or "-",
+                _arrays(row["arrays"]),
             ]
             for row in document["sequences"]
         ],

@@ -7,6 +7,7 @@ import click
 
 from kdtr_cli.bundle.sweep import is_sweep
 from kdtr_cli.cli.console import notes, progress
+from kdtr_cli.cli.import_file import values_note
 from kdtr_cli.cli.sweep_options import output_option, show_sweep, sweep_options, wanted_sweep
 from kdtr_cli.ddtree.rounds import statistics
 from kdtr_cli.errors import InputError
@@ -46,7 +47,9 @@ __all__ = ["run", "show_run"]
 @click.option("--prefill", type=click.IntRange(1, 4096), help="Prompt tokens fed in one pass.  [default: up to 64]")
 @click.option("--teacher-force", is_flag=True, help="Feed the golden's tokens, whatever the engine chooses.")
 @click.option("--steps", type=click.IntRange(min=1), help="Decode fewer (or more) tokens than the golden.")
-@click.option("--engine", metavar="NAME:ARGUMENT", help='Another engine: command:"./my_engine {inputs} {out}".')
+@click.option(
+    "--engine", metavar="NAME:ARGUMENT", help='Another: command:"./my_engine {inputs} {out}", hf:DIR, openai:URL.'
+)
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds that --engine may take.")
 @click.option(
     "--inputs",
@@ -109,7 +112,7 @@ def _run_engine(golden: Path, output: str, options: dict[str, Any]) -> None:
     tokens = sum(len(result.tokens) for _, result in summary.sequences)
     click.echo(
         f"run {summary.path}: {summary.model} by {summary.engine} sequences={len(summary.sequences)} "
-        f"tokens={tokens} logits={summary.logits} seconds={summary.seconds:.1f}"
+        f"tokens={tokens} logits={summary.logits}{values_note(summary.values)} seconds={summary.seconds:.1f}"
     )
 
 

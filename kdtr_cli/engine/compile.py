@@ -6,13 +6,16 @@ device's compiler stands in ``host_compiler``.
 
 import importlib.resources
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from types import MappingProxyType
 
 from kdtr_cli.errors import DeviceError
 
 __all__ = [
+    "KERNELS_AS_THEY_ARE",
     "NVRTC_OPTIONS",
     "CompileError",
     "PtxViolation",
@@ -28,6 +31,9 @@ __all__ = [
 
 #: Numerics rule 1: every operation rounded by itself, subnormals kept, division and square root exact.
 NVRTC_OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+
+#: No kernel file is replaced: what a device compiles unless it is told otherwise.
+KERNELS_AS_THEY_ARE: Mapping[str, str] = MappingProxyType({})
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$')
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*$")
@@ -58,13 +64,17 @@ class PtxViolation:
 # ---- sources ---------------------------------------------------------------------------------------------------------
 
 
-def source_text(file: str | Path) -> str:
+def source_text(file: str | Path, replaced: Mapping[str, str] = KERNELS_AS_THEY_ARE) -> str:
     """The text of a kernel file, every ``#include "…"`` expanded once, with ``#line`` so that errors name their file.
 
     file: a name inside ``kernels_cu`` ("rmsnorm.cu", "cpu/cuda_on_cpu.h"), or a Path to a file elsewhere. Included
     files are looked for beside the including one, then in ``kernels_cu``. ``#include <…>`` is left alone. DeviceError
     names a file that is missing and the line that wanted it.
+
+    replaced: expanded texts that are given for the files of ``kernels_cu`` of these names, in place of their own.
     """
+    if isinstance(file, str) and file in replaced:
+        return replaced[file]
     kernels = importlib.resources.files("kernels_cu")
     if isinstance(file, Path):
         return _expand(file.name, file, [file.parent, kernels], set(), None)

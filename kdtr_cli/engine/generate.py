@@ -233,6 +233,8 @@ def blame(model: Transformer, rows: int, name: str, where: str) -> Observe:
     first = device.upload("first_nonfinite", np.zeros(1, np.uint64))
 
     def observe(tensor: str, array: DeviceArray) -> None:
+        if array.dtype != np.float32:
+            return
         n = array.size // model.rows * rows
         device.write(first, np.array([np.iinfo(np.uint64).max], np.uint64))
         model.launch("nonfinite", x=array, first=first, n=n)

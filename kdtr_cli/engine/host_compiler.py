@@ -16,10 +16,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kdtr_cli.engine.compile import CompileError, first_error, source_text
+from kdtr_cli.engine.compile import KERNELS_AS_THEY_ARE, CompileError, first_error, source_text
 from kdtr_cli.errors import DeviceError
 
 __all__ = [
@@ -149,16 +150,17 @@ def _ask(command: tuple[str, ...], target: str) -> HostCompiler | None:
 # ---- building --------------------------------------------------------------------------------------------------------
 
 
-def kernel_text(file: str | Path) -> str:
+def kernel_text(file: str | Path, replaced: Mapping[str, str] = KERNELS_AS_THEY_ARE) -> str:
     """A kernel file as the C++ compiler gets it: the CUDA names, then the file with its includes expanded.
 
     ``extern __shared__ T name[];`` becomes a pointer to the block's dynamic shared memory; lines keep their numbers.
+    replaced: see source_text.
     """
 
     def pointer(m: re.Match) -> str:
         return f"CC_DYNAMIC_SHARED({m[1]}, {m[2]});" + "\n" * m[0].count("\n")
 
-    return source_text("cpu/cuda_on_cpu.h") + "\n" + _DYNAMIC_SHARED.sub(pointer, source_text(file))
+    return source_text("cpu/cuda_on_cpu.h") + "\n" + _DYNAMIC_SHARED.sub(pointer, source_text(file, replaced))
 
 
 @functools.cache

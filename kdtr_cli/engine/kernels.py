@@ -23,6 +23,7 @@ __all__ = [
     "Kernel",
     "embed",
     "expert_matmul",
+    "expert_tile",
     "matmul",
     "matmuls",
     "most_tiles",
@@ -310,6 +311,11 @@ KERNELS: dict[str, Kernel] = {k.name: k for k in (*_TABLE, *PRODUCTS, *DDTREE)}
 def sources() -> tuple[str, ...]:
     """Every .cu file of the table, once, in table order."""
     return tuple(dict.fromkeys(k.file for k in KERNELS.values()))
+
+
+def expert_tile(rows: int) -> int:
+    """Items of an expert that its kernels take together in a pass of so many rows."""
+    return 1 if rows == 1 else 4
 
 
 def most_tiles(items: int, experts: int, tile: int) -> int:

@@ -1,5 +1,6 @@
 """Launching kernels by the table: named arguments in, the C++ argument order and the grid out; the common products."""
 
+from collections.abc import Callable
 from typing import Any
 
 from kdtr_cli.engine.devices import Device, DeviceArray
@@ -13,10 +14,12 @@ class Launcher:
     """Calls kernels of the table on one device: ``launch("embed", rows=8, n=128, ids=..., table=..., x=...)``.
 
     Scalars and extra dimensions are Python numbers; arrays are DeviceArrays or, where the table allows it, None.
+    ``launched`` is called with the name of each kernel.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.launched: Callable[[str], None] = lambda name: None
         self._loaded: dict[str, Any] = {}
 
     def load(self, names: list[str]) -> None:
@@ -40,6 +43,7 @@ class Launcher:
             elif not isinstance(value, DeviceArray) or value.dtype != DTYPES[arg.dtype]:
                 raise TypeError(f"{name}: {arg.name} must be a {arg.dtype} array on the device")
             args.append(value)
+        self.launched(name)
         self.device.launch(self._loaded[name], kernel.grid(values), kernel.block, args, kernel.shared(values))
 
     def embed(self, ids: DeviceArray, table: Matrix, x: DeviceArray, rows: int) -> None:

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from kdtr_cli.engine.devices import Device, DeviceArray
-from kdtr_cli.engine.kernels import CHUNK, KERNELS, SEGMENT, SPAN, embed, expert_matmul, matmuls, most_tiles
+from kdtr_cli.engine.kernels import (
+    CHUNK,
+    KERNELS,
+    SEGMENT,
+    SPAN,
+    embed,
+    expert_matmul,
+    expert_tile,
+    matmuls,
+    most_tiles,
+)
 from kdtr_cli.engine.kernels_ddtree import DDTREE
 from kdtr_cli.engine.launch import Launcher
 from kdtr_cli.engine.matrices import Matrix
@@ -24,7 +34,8 @@ from kdtr_cli.model.rope import rope_table
 
 __all__ = ["Observe", "Rows", "Transformer", "TreeRows", "prefill_rows", "unobserved"]
 
-#: Called with the name and the device array of each intermediate tensor, the names of the NumPy model.
+#: Called with the name and the device array of each intermediate tensor, the names of the NumPy model (those of its
+#: ``inner`` among them), after the launch that made it, or the few that read nothing of each other.
 Observe = Callable[[str, DeviceArray], None]
 
 _MAX_EXPERTS, _MAX_SLOTS, _MAX_GROUPS = 2048, 128, 1024  # what router.cu and group_experts.cu hold in shared memory
@@ -155,10 +166,15 @@ class Transformer:
 
     # ------------------------------------------------------------------------------------------------ operations
 
-    def _mlp(self, layer: LayerWeights, m: int, y: DeviceArray, residual: DeviceArray | None) -> None:
+    def _mlp(
+        self, layer: LayerWeights, m: int, y: DeviceArray, residual: DeviceArray | None, name: str, observe: Observe
+    ) -> None:
         width = layer.down.shape[1]
         self.launch.matmul(self.normed, layer.gate_up, self.gate_up, m)
+        # the buffers are as wide as the widest layer needs them, their rows as this one does
+        observe(f"{name}gate_up", self.gate_up.view(0, (self.rows, 2 * width)))
         self.launch("swiglu", gate_up=self.gate_up, h=self.mlp_hidden, rows=m, n=width)
+        observe(f"{name}swiglu", self.mlp_hidden.view(0, (self.rows, width)))
         self.launch.matmul(self.mlp_hidden, layer.down, y, m, residual=residual)
 
     def _attention(self, i: int, m: int, rows: Rows, tree: TreeRows | None, chunks: int, observe: Observe) -> None:
@@ -169,6 +185,7 @@ class Transformer:
         at = {"positions": rows.positions, "slots": rows.slots, "rows": m}
         rope = {"cos": self.cos, "sin": self.sin, "half": half, "interleaved": c.rope_interleave}
         self.launch.matmul(self.normed, layer.qkv_a, self.qkv, m, bias=layer.qkv_a_bias)
+        observe(f"{name}qkv_a", self.qkv)
         if layer.q_b is None:
             q, q_row = self.qkv, row
         else:
@@ -197,6 +214,7 @@ class Transformer:
         self.launch(
             "rope_query", q=q, query=self.query, heads=heads, nope=nope, latent=latent, q_row=q_row, **rope, **at
         )
+        observe(f"{name}query", self.query)
         size = {"heads": heads, "kv_heads": 1, "n": latent, "capacity": self.capacity, "chunks": chunks}
         size |= {"width": width, "key_row": width, "key_head": 0}
         if tree is None:
@@ -216,18 +234,10 @@ class Transformer:
         scratch = {"sums": self.sums, "vectors": self.vectors}
         self.launch("attn_chunks", scores=self.scores, peaks=self.peaks, cache=cache, **scratch, **size, **at)
         self.launch("attn_combine", o=self.latent_out, **scratch, **size, **at)
+        observe(f"{name}latent_out", self.latent_out)
         v = c.v_head_dim
-        self.launch.matmul(
-            self.latent_out,
-            layer.w_uv,
-            self.values,
-            m,
-            heads=heads,
-            x_row=heads * latent,
-            x_head=latent,
-            y_row=heads * v,
-            y_head=v,
-        )
+        steps = {"x_row": heads * latent, "x_head": latent, "y_row": heads * v, "y_head": v}
+        self.launch.matmul(self.latent_out, layer.w_uv, self.values, m, heads=heads, **steps)
         observe(f"{name}values", self.values)
         self.launch.matmul(self.values, layer.o, self.hidden, m, bias=layer.o_bias, residual=self.hidden)
 
@@ -237,7 +247,7 @@ class Transformer:
         experts, slots, hidden, each = c.n_routed_experts, c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size
         items = m * slots
         ids = self.ids.view(i * self.ids.shape[1], (self.ids.shape[1],))
-        tile = 1 if m == 1 else 4
+        tile = expert_tile(m)
         self.launch.matmul(self.normed, layer.router, self.router_logits, m)
         observe(f"{name}.router_logits", self.router_logits)
         self.launch(
@@ -253,6 +263,7 @@ class Transformer:
         observe(f"{name}.expert_weights", self.expert_weights)
         lists = {"items": self.items, "tiles": self.tiles, "tile_count": self.tile_count}
         self.launch("group_experts", ids=ids, item_count=items, experts=experts, tile=tile, **lists)
+        observe(f"{name}.expert_items", self.items)
         most = most_tiles(items, experts, tile)
 
         def product(x: DeviceArray, w: Matrix, y: DeviceArray, items_a_row: int) -> None:
@@ -262,13 +273,15 @@ class Transformer:
             self.launch(kernel, x=x, y=y, **w.arguments, **size, **lists)
 
         product(self.normed, layer.experts_gate_up, self.items_gate_up, slots)
+        observe(f"{name}.experts_gate_up", self.items_gate_up)
         self.launch("swiglu", gate_up=self.items_gate_up, h=self.items_hidden, rows=items, n=each)
+        observe(f"{name}.experts_swiglu", self.items_hidden)
         product(self.items_hidden, layer.experts_down, self.items_out, 1)
         observe(f"{name}.experts_out", self.items_out)
         shared = None
         if layer.down is not None:
             shared = self.shared_out
-            self._mlp(layer, m, shared, None)
+            self._mlp(layer, m, shared, None, f"{name}.shared_", observe)
             observe(f"{name}.shared_out", shared)
         self.launch(
             "combine",
@@ -295,13 +308,15 @@ class Transformer:
         for i, layer in enumerate(self.weights.layers):
             name = f"model.layers.{i}"
             self.launch.norm(self.hidden, layer.input_norm, self.normed, m, c.rms_norm_eps)
+            observe(f"{name}.input_norm", self.normed)
             self._attention(i, m, rows, tree, chunks, observe)
             observe(f"{name}.self_attn.hidden", self.hidden)
             self.launch.norm(self.hidden, layer.post_norm, self.normed, m, c.rms_norm_eps)
+            observe(f"{name}.post_norm", self.normed)
             if c.is_moe_layer(i):
                 self._experts(i, m, observe)
             else:
-                self._mlp(layer, m, self.hidden, self.hidden)
+                self._mlp(layer, m, self.hidden, self.hidden, f"{name}.mlp.", observe)
             observe(f"{name}.hidden", self.hidden)
         self.launch.norm(self.hidden, self.weights.norm, self.normed, m, c.rms_norm_eps)
         observe("final_norm", self.normed)

@@ -64,8 +64,11 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def parse_json(text: str | bytes | bytearray, where: object, items: int = MAX_ITEMS) -> dict[str, Any]:
-    """A JSON object, strictly: no duplicate keys, no NaN or Infinity, at most about ``items`` values.
+def parse_json(
+    text: str | bytes | bytearray, where: object, items: int = MAX_ITEMS, infinities: bool = False
+) -> dict[str, Any]:
+    """A JSON object, strictly: no duplicate keys, at most about ``items`` values; no NaN and no Infinity, unless
+    ``infinities`` lets them be what they say, as Python writes them.
 
     ``where`` heads the message.
     """
@@ -73,7 +76,8 @@ def parse_json(text: str | bytes | bytearray, where: object, items: int = MAX_IT
     if sum(text.count(mark) for mark in marks) > items:
         raise InputError(f"{where}: more than {items} values, which is no file of this kind")
     try:
-        obj = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        constant = float if infinities else _no_constant
+        obj = json.loads(text, object_pairs_hook=_unique, parse_constant=constant)
     except RecursionError:
         raise InputError(f"{where}: JSON nested too deeply") from None
     except ValueError as error:

@@ -7,16 +7,17 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 
 from kdtr_cli.model.safetensors_file import STORED_DTYPES
 
-__all__ = ["SHARD_BYTES", "SafetensorsWriter"]
+__all__ = ["SHARD_BYTES", "SafetensorsWriter", "write_tensors"]
 
 SHARD_BYTES = 5 * 10**9  #: data of a shard, unless one tensor has more
 # the library's order of dtypes in a file, widest first; then names
@@ -101,6 +102,33 @@ class SafetensorsWriter:
                 file.write(json.dumps(index, indent=2) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
+
+
+def write_tensors(
+    file: BinaryIO,
+    texts: Mapping[str, str],
+    plan: Mapping[str, tuple[str, int, tuple[int, ...]]],
+    blocks: Callable[[str], Iterable[np.ndarray]],
+) -> None:
+    """One file with ``__metadata__``: the same bytes for the same content, which the library does not promise.
+
+    plan: name → (dtype, bytes of an element, shape). blocks: the values of a tensor, in order. Widest elements come
+    first, so that every tensor lies at a multiple of their size.
+    """
+    names = sorted(plan, key=lambda name: (-plan[name][1], name))
+    entries: dict[str, object] = {"__metadata__": dict(texts)}
+    at = 0
+    for name in names:
+        dtype, width, shape = plan[name]
+        end = at + width * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    file.write(struct.pack("<Q", len(header)) + header)
+    for name in names:
+        for values in blocks(name):
+            file.write(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
 
 
 def _write(handle: int, data: bytes | memoryview, at: int) -> None:

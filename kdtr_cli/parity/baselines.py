@@ -1,6 +1,6 @@
 """Would a wrong engine pass too? Three that know nothing are held against the same tolerance.
 
-* **zeros**: every logit 0, what an output that was never written holds;
+* **zeros**: every logit 0, what an output that was never written holds (of log-probabilities: all of them equal);
 * **shuffled**: the golden's logits with the vocabulary permuted (seeded), right in distribution and wrong in content;
 * **previous position**: the golden's logits of the step before, what an off-by-one gives.
 
@@ -34,6 +34,7 @@ class Baselines:
         # at tolerance zero only a golden that is itself a baseline would let it pass
         self._alive = set() if tolerance.is_zero else set(BASELINES)
         self._rows = dict.fromkeys(BASELINES, 0)
+        self.uniform = 0.0  #: what stands for zero
         self._last: np.ndarray | None = None
         self._last_ids: np.ndarray | None = None
 
@@ -52,7 +53,7 @@ class Baselines:
 
         def zeros(lo: int, hi: int) -> tuple:
             target = at(golden[lo:hi], lo, hi)
-            return np.zeros_like(target), target, None
+            return np.full_like(target, self.uniform), target, None
 
         def shuffled(lo: int, hi: int) -> tuple:
             return at(golden[lo:hi][:, permutation], lo, hi), at(golden[lo:hi], lo, hi), None
@@ -73,7 +74,7 @@ class Baselines:
         self._last, self._last_ids = values[-1:].copy(), ids[-1:].copy()
 
         def zeros(lo: int, hi: int) -> tuple:
-            return np.zeros_like(values[lo:hi]), values[lo:hi], None
+            return np.full_like(values[lo:hi], self.uniform), values[lo:hi], None
 
         def shuffled(lo: int, hi: int) -> tuple:
             return values[lo:hi][:, permutation], values[lo:hi], None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from kdtr_cli.parity.drawn import lightened
 from kdtr_cli.parity.results import Report, SequenceResult, Side, Totals
 from kdtr_cli.parity.totals import add_totals, logits_forms, poorest
+from kdtr_cli.parity.traces import TraceResult
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict, combine, exit_code, ordered
 
 __all__ = ["MAX_FINDINGS", "MAX_SEQUENCES", "Combined"]
@@ -16,6 +17,8 @@ __all__ = ["MAX_FINDINGS", "MAX_SEQUENCES", "Combined"]
 #: As many sequences and findings a report of a sweep lists at most, those first that weigh most.
 MAX_SEQUENCES = 1000
 MAX_FINDINGS = 1000
+#: And as many tensors of a sequence's trace: the first that are out.
+MAX_TENSORS = 16
 
 _GOOD = (Verdict.IDENTICAL, Verdict.PASS)
 
@@ -27,6 +30,7 @@ _COMMON = {
     "teacher_forced": "teacher forcing",
     "rounds": "comparisons of rounds",
     "unverified": "digests to compare",
+    "values": "values",
 }
 
 
@@ -52,7 +56,7 @@ class Combined:
             self._refused = self._refused or report
             self._totals = replace(self._totals, tokens=self._totals.tokens + report.totals.tokens)
             return
-        results = [replace(r, index=r.index + first) for r in report.sequences]
+        results = [replace(r, index=r.index + first, trace=_brief(r.trace)) for r in report.sequences]
         begun = self._first is not None
         self._totals = add_totals(self._totals, report.totals, first, begun)
         for known, new in zip(self._forms, logits_forms(results), strict=True):
@@ -129,6 +133,13 @@ def _side(side: Side | None, name: str) -> Side | None:
         return None
     provenance = tuple((path, text) for path, text in side.provenance if not path.endswith("manifest_sha256"))
     return replace(side, name=name, provenance=provenance)
+
+
+def _brief(trace: TraceResult | None) -> TraceResult | None:
+    if trace is None:
+        return None
+    out = [t for t in trace.tensors if t.rows_out and t is not trace.first]
+    return replace(trace, tensors=tuple([t for t in (trace.first, *out) if t is not None][:MAX_TENSORS]))
 
 
 def _heaviest(results: list[SequenceResult]) -> list[SequenceResult]:

@@ -73,6 +73,9 @@ def _row(logits: Logits | None, step: int) -> tuple[np.ndarray, np.ndarray]:
             return np.arange(len(values)), values
         if logits.top_ids is not None and logits.top_values is not None:
             ids, values = logits.top_ids(step, step + 1)[0], logits.top_values(step, step + 1)[0]
+            if logits.top_counts is not None:
+                count = int(logits.top_counts(step, step + 1)[0])
+                ids, values = ids[:count], values[:count]
             order = np.argsort(ids)  # so that equal values come in the order of their ids
             return ids[order], values[order]
     return np.empty(0, np.int64), np.empty(0)

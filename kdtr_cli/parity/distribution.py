@@ -1,9 +1,10 @@
 """Mean and percentiles of a figure over any number of rows, in bounded memory, the same for any cut of the rows.
 
 Values that are not negative are counted in bins of equal *relative* width: a bin holds the float64 values that agree in
-exponent and the first 8 bits of the mantissa, so its ends lie less than 2⁻⁸ = 0.4 % apart. Each bin remembers the
-largest value that it was given. A percentile is by nearest rank (the ⌈q·n⌉-th smallest of n) and is answered with the
-largest value of the bin that holds it: a value that did occur, never below the true one, at most 0.4 % above it.
+exponent and the first 8 bits of the mantissa, so its ends lie less than 2⁻⁸ = 0.4 % apart (from 2.3e-308 on). Each bin
+remembers the largest value that it was given. A percentile is by nearest rank (the ⌈q·n⌉-th smallest of n) and is
+answered with the largest value of the bin that holds it: a value that did occur, never below the true one, at most
+0.4 % above it.
 Bins of two distributions add up, so a sweep's percentile is that of all its rows.
 """
 

@@ -59,7 +59,9 @@ class Logits:
     `dtype` is the type the values are stored in (float16, float32, float64 or ml_dtypes.bfloat16); `k` is the K of
     top:K. `dataset_sha256` gives the *verified* SHA-256 of all rows (C order, little endian), where it is known:
     two sets of the same shape and dtype with equal digests are the same bits. `scan` begins one pass over the full rows
-    that verifies them on the way, so that a file is read once.
+    that verifies them on the way, so that a file is read once. `top_counts` int32 [n]: how many of a row's top K are
+    there (None: all); what lies past a count is nothing. `uniform` is the value that an engine which knows nothing
+    gives every id.
     """
 
     n_rows: int
@@ -72,6 +74,8 @@ class Logits:
     row_sha256: Rows | None = None
     dataset_sha256: Callable[[], str] | None = None
     scan: Callable[[], Scan] | None = None
+    top_counts: Rows | None = None
+    uniform: float = 0.0
 
     @property
     def form(self) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from kdtr_cli.errors import InputError
 from kdtr_cli.parity.drawn import lightened
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits
+from kdtr_cli.parity.log_probabilities import LOGPROBS, as_log_probabilities, values_of
 from kdtr_cli.parity.provenance import check_kinds, compare_drafting, compare_manifests, compare_prompts, provenance_of
 from kdtr_cli.parity.results import Report, SequenceResult, Side
 from kdtr_cli.parity.sequence import BIT_REFERENCE, RUN_LOGITS, Terms, judge_sequence
@@ -30,6 +31,8 @@ def judge(golden: Evidence, run: Evidence, options: JudgeOptions | None = None) 
     findings = [*_check_ids(golden), *_check_ids(run), *compare_manifests(golden, run)]
     if (twice := _errors(findings)) is not None:
         return invalid(findings, options, golden, run, twice)
+    if values_of(run) == LOGPROBS:
+        golden = as_log_probabilities(golden)
     chosen = _select(golden, options)
     by_id = {s.id: s for s in run.sequences}
     pairs = [(index, g, by_id.get(g.id)) for index, g in chosen]
@@ -37,7 +40,7 @@ def judge(golden: Evidence, run: Evidence, options: JudgeOptions | None = None) 
     tier = _text(run.manifest, "tier")
     tolerance = effective_tolerance(options, tier)
     reference = _reference([g for _, g, _ in pairs], tier)
-    findings += _check_tolerance(options, tolerance, tier, reference)
+    findings += _check_tolerance(options, tolerance, tier, reference, values_of(run))
     for _, g, r in pairs:
         findings += _check_shapes(g, reference, golden.vocab_size, None)
         if r is not None:
@@ -125,6 +128,7 @@ def _report(
         reason=next((f.message for f in everything if f.verdict is verdict), None) if unjudged else None,
         teacher_forced=terms.teacher_forced,
         rounds=rounds,
+        values=values_of(run),
         unverified=tuple("weights" if name.startswith("weights") else "rope" for name in unverified),
     )
 
@@ -229,7 +233,7 @@ def _reference(goldens: Sequence[EvidenceSequence], tier: str) -> str | None:
 
 
 def _check_tolerance(
-    options: JudgeOptions, tolerance: Tolerance | None, tier: str, reference: str | None
+    options: JudgeOptions, tolerance: Tolerance | None, tier: str, reference: str | None, values: str
 ) -> list[Finding]:
     how = "give --atol/--rtol, --max-ulp or --max-kl"
     if tolerance is None:
@@ -237,6 +241,8 @@ def _check_tolerance(
     elif reference in _MADE_WITH and tier == EXACT_TIER and not _told(options):
         made = _MADE_WITH[reference]
         message = f"the golden holds no exact logits (made with {made}), so tolerance 0 says nothing: {how}"
+    elif values == LOGPROBS and not _told(options):
+        message = f"the run holds log-probabilities, whose bits no golden has, so tolerance 0 says nothing: {how}"
     else:
         return []
     return [Finding(Level.ERROR, "tolerance.missing", message, Verdict.INVALID)]
@@ -302,7 +308,19 @@ def _check_traces(golden: EvidenceSequence, run: EvidenceSequence) -> list[Findi
 
 
 def _check_top_ids(logits: Logits, side: str, what: str, vocab: int | None) -> str | None:
-    ids = np.sort(logits.top_ids(0, logits.n_rows), axis=1)
+    ids = logits.top_ids(0, logits.n_rows).astype(np.int64)
+    if logits.top_counts is not None:
+        counts = logits.top_counts(0, logits.n_rows)
+        if (counts < 0).any() or (counts > ids.shape[1]).any():
+            return f"the {side}'s top {what} hold a count outside 0..{ids.shape[1]}"
+        # beyond its count a row holds nothing: any ids that are none and not twice will do here
+        nothing = np.arange(ids.shape[1]) >= counts[:, None]
+        held = ids[~nothing]
+        if held.size and (held.min() < 0 or (vocab is not None and held.max() >= vocab)):
+            return f"the {side}'s top {what} hold an id outside the vocabulary"
+        ids = np.sort(np.where(nothing, -1 - np.arange(ids.shape[1]), ids), axis=1)
+        return f"the {side}'s top {what} hold an id twice" if (ids[:, 1:] == ids[:, :-1]).any() else None
+    ids = np.sort(ids, axis=1)
     if ids.size and (ids.min() < 0 or (vocab is not None and ids.max() >= vocab)):
         return f"the {side}'s top {what} hold an id outside the vocabulary"
     if (ids[:, 1:] == ids[:, :-1]).any():

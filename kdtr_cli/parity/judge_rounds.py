@@ -91,9 +91,9 @@ def _read(sequence: EvidenceSequence, side: str, findings: SequenceFindings, ter
     if sequence.rounds is None:
         return None
     rounds = sequence.rounds()
+    hint = None if side == "golden" else "tree"
     text = next((p.text for p in rounds.problems if p.malformed), None) or fault(rounds.arrays)
     if text is not None:
-        hint = "tree" if side == "run" else None
         findings.add("rounds.malformed", f"the {side}'s rounds are malformed: {text}", Verdict.INVALID, hint=hint)
         return None
     last = judged_rounds(rounds.arrays, len(sequence.prompt), terms.steps)
@@ -104,7 +104,6 @@ def _read(sequence: EvidenceSequence, side: str, findings: SequenceFindings, ter
             verdict = Verdict.DIVERGED
         else:
             continue  # beyond --steps
-        hint = None if side == "golden" else "tree"
         findings.add("rounds.invariant", f"the {side}'s rounds break a rule: {problem.text}", verdict, hint=hint)
         break  # what follows only repeats it
     return rounds

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -47,6 +47,7 @@ def compare_logits(
     to be judged by: those after `n_rows` are not compared, but one that is not finite is still found. A golden value
     that is not finite ends the comparison."""
     tally = Tally(tolerance, run.dtype, n_rows, golden.vocab or run.vocab)
+    tally.baselines.uniform = golden.uniform
     if golden.rows is not None and run.rows is not None:
         _compare_full(tally, golden, run, n_rows, rows_total, threads)
     else:
@@ -110,7 +111,7 @@ def _compare_full(tally: Tally, golden: Logits, run: Logits, n_rows: int, rows_t
             for side, scan in (("golden", g_scan), ("run", r_scan))
             if scan is not None
         ]
-        for done in _mapped(work, list(enumerate(parts)), threads):
+        for done in stack.enter_context(closing(_mapped(work, list(enumerate(parts)), threads))):
             for side, scan, thread in hashing:
                 if (rows := getattr(done, side)) is not None:
                     thread.do(scan.feed, rows)

@@ -8,6 +8,7 @@ through metrics.py itself.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -27,6 +28,8 @@ TILE = 1 << 15
 #: are enough values for that to be no accident.
 SHIFT_SPREAD = 1 / 16
 SHIFT_VOCAB = 8
+
+#: So many values of a row are looked at first, whether the rest can be of interest.
 PROBE = 64
 
 
@@ -44,9 +47,76 @@ def find_golden_nonfinite(first: int, golden: np.ndarray) -> Place | None:
     return Place(first + row, token, golden=float(golden[row, token]))
 
 
+@dataclass
+class _Pair:
+    """Two blocks of rows [n, V], as they are stored and as `wide_values` has them, each row's largest value, and where
+    in it the largest difference and ULP distance are."""
+
+    golden: np.ndarray
+    golden_wide: np.ndarray
+    golden_max: np.ndarray
+    run: np.ndarray
+    run_wide: np.ndarray
+    run_max: np.ndarray = field(init=False)
+    abs_at: np.ndarray = field(init=False)
+    ulp_at: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.abs_at, self.ulp_at = np.zeros((2, len(self.golden)), np.int64)
+
+
+def _equal_rows(run: np.ndarray, golden: np.ndarray) -> np.ndarray:
+    """`equal_rows`, which look at all of a row only where its first values are equal."""
+    if run.dtype != golden.dtype:
+        return np.zeros(len(golden), bool)
+    equal = equal_rows(run[:, :PROBE], golden[:, :PROBE])
+    if (rows := np.flatnonzero(equal)).size:
+        equal[rows] = equal_rows(run, golden) if equal.all() else equal_rows(run[rows], golden[rows])
+    return equal
+
+
 def _offset(largest: np.ndarray) -> np.ndarray:
-    """What to take off a row's values before exp, from its largest: nothing, as a rule."""
+    """What to take off the values of rows [n] before exp, from their largest ones: nothing where exp stays well inside
+    float64 all the same; float64 [n, 1]."""
+    largest = largest.astype(np.float64)[:, None]
     return np.where((largest > -200.0) & (largest < 500.0), 0.0, largest)
+
+
+def _differences(a: np.ndarray, b: np.ndarray, x: np.ndarray, y: np.ndarray, d: np.ndarray) -> None:
+    """Run and golden in float64, and their difference."""
+    np.copyto(x, a)
+    np.copyto(y, b)
+    np.subtract(x, y, out=d)
+
+
+def _add_squares(sums: np.ndarray, y: np.ndarray, d: np.ndarray, t: np.ndarray) -> None:
+    """Add to sums [n, 3] those of d², y² and y · d."""
+    for place, one, two in ((0, d, d), (1, y, y), (2, y, d)):
+        sums[:, place] += np.multiply(one, two, out=t).sum(axis=1)
+
+
+def _add_masses(
+    sums: np.ndarray,
+    x: np.ndarray,
+    y: np.ndarray,
+    d: np.ndarray,
+    t: np.ndarray,
+    offsets: tuple[np.ndarray, np.ndarray],
+) -> None:
+    """Add to sums [n, 3] those of exp x, of exp y and of exp y · (x − y), all but the offsets; x is used up."""
+    of_y = y
+    if offsets[0].any() or offsets[1].any():
+        x, of_y = np.subtract(x, offsets[0], out=x), np.subtract(y, offsets[1], out=t)
+        d = x - of_y  # where nothing was taken off it is d to the last bit
+    sums[:, 0] += np.exp(x, out=x).sum(axis=1)
+    sums[:, 1] += np.exp(of_y, out=x).sum(axis=1)
+    sums[:, 2] += np.multiply(x, d, out=x).sum(axis=1)
+
+
+def _largest_of_tile(d: np.ndarray, block_size: int) -> np.ndarray:
+    """Makes d absolute, and gives the largest of each block."""
+    np.abs(d, out=d)
+    return np.maximum.reduceat(d, np.arange(0, d.shape[1], block_size), axis=1)
 
 
 class _Moved:
@@ -97,12 +167,10 @@ class Measure:
         """Rows [n, V] of both sides, up to the golden's first that is not finite."""
         block, golden, wide = self._begin(first, golden)
         run = run[: len(golden)]
-        if not golden.size:
-            if run.dtype == golden.dtype:
-                block.set_identical(np.arange(len(golden)))
-            return block
-        equal = equal_rows(run, golden) if run.dtype == golden.dtype else np.zeros(len(golden), bool)
+        equal = _equal_rows(run, golden)
         block.set_identical(np.flatnonzero(equal))
+        if not golden.size:
+            return block
         maxima = largest_of_blocks(wide)
         top, block.golden_margin = rank_rows(wide, maxima, MOST)
         block.golden_top[:, : top.shape[1]] = top
@@ -111,9 +179,9 @@ class Measure:
         if not equal.all():
             other = np.flatnonzero(~equal)
             block.measured[other] = True
-            columns = {"abs": np.zeros(len(golden), np.int64), "ulp": np.zeros(len(golden), np.int64)}
-            block.locate = partial(self._locate, first, golden, run, columns)
-            self._measure(block, columns, other, golden, wide, maxima.max(axis=1), run)
+            pair = _Pair(golden, wide, maxima.max(axis=1), run, wide_values(run))
+            block.locate = partial(self._locate, first, pair)
+            self._measure(block, pair, other)
         return block
 
     def _begin(self, first: int, golden: np.ndarray) -> tuple[RowBlock, np.ndarray, np.ndarray]:
@@ -125,51 +193,37 @@ class Measure:
         block.feed = lambda baselines: baselines.feed(golden)
         return block, golden, wide_values(golden)
 
-    def _measure(
-        self,
-        block: RowBlock,
-        columns: dict[str, np.ndarray],
-        other: np.ndarray,
-        golden: np.ndarray,
-        golden_wide: np.ndarray,
-        golden_max: np.ndarray,
-        run: np.ndarray,
-    ) -> None:
+    def _measure(self, block: RowBlock, pair: _Pair, other: np.ndarray) -> None:
         """Fill in the rows `other`, which differ."""
-        run_wide = wide_values(run)
-        maxima = largest_of_blocks(run_wide)
+        maxima = largest_of_blocks(pair.run_wide)
         with np.errstate(invalid="ignore", over="ignore"):
-            run_max = maxima.max(axis=1)
-            finite = np.isfinite(run_max) & np.isfinite(run_wide.min(axis=1))
+            pair.run_max = maxima.max(axis=1)
+            finite = np.isfinite(pair.run_max) & np.isfinite(pair.run_wide.min(axis=1))
             plain = finite.copy()
-            if golden.dtype != self.dtype:  # a golden beyond the run's type has no place on its scale
-                ends = golden_max, golden_wide.min(axis=1)
-                plain &= np.isfinite(ends[0].astype(self.dtype)) & np.isfinite(ends[1].astype(self.dtype))
+            if pair.golden.dtype != self.dtype:  # a golden beyond the run's type has no place on its scale
+                for ends in (pair.golden_max, pair.golden_wide.min(axis=1)):
+                    plain &= np.isfinite(ends.astype(self.dtype))
         block.nonfinite[other] = ~finite[other]
-        good, odd = other[plain[other]], other[~plain[other]]
-        for i in odd:
-            self._measure_odd(block, columns, int(i), golden, run)
+        for i in other[~plain[other]]:
+            self._measure_odd(block, pair, int(i))
+        good = other[plain[other]]
         if not len(good):
             return
-        values = run_wide if len(good) == len(run) else run_wide[good]
+        values = pair.run_wide if len(good) == len(finite) else pair.run_wide[good]
         top, block.run_margin[good] = rank_rows(values, maxima[good], MOST)
         block.run_top[good, : top.shape[1]] = top
         step = max(1, TILE // self.vocab)
         with np.errstate(all="ignore"):
             for lo in range(0, len(good), step):
-                self._measure_rows(
-                    block, columns, good[lo : lo + step], golden, golden_wide, golden_max, run, run_wide, run_max
-                )
+                self._measure_rows(block, pair, good[lo : lo + step])
 
-    def _measure_odd(
-        self, block: RowBlock, columns: dict[str, np.ndarray], i: int, golden: np.ndarray, run: np.ndarray
-    ) -> None:
+    def _measure_odd(self, block: RowBlock, pair: _Pair, i: int) -> None:
         """Row i with a value that is not finite, by metrics.py."""
-        a, b = run[i : i + 1], golden[i : i + 1]
+        a, b = pair.run[i : i + 1], pair.golden[i : i + 1]
         difference, ulps = abs_difference(a, b), ulp_distance(a, b, self.dtype)
         ok = self.tolerance.values_within(difference, b, ulps) & np.isfinite(a)
         block.max_abs[i], block.max_ulp[i], block.kl[i] = difference.max(), ulps.max(), kl_divergence(a, b)[0]
-        columns["abs"][i], columns["ulp"][i] = difference.argmax(), ulps.argmax()  # the first NaN is the largest
+        pair.abs_at[i], pair.ulp_at[i] = difference.argmax(), ulps.argmax()  # the first NaN is the largest
         block.out[i] = np.count_nonzero(~ok)
         top = top_k(a[0], MOST)[0]
         block.run_top[i, : len(top)] = top
@@ -185,58 +239,38 @@ class Measure:
         step = self.vocab if self.vocab <= TILE else max(1, TILE // self.block_size) * self.block_size
         return ((lo, min(lo + step, self.vocab)) for lo in range(0, self.vocab, step))
 
-    def _measure_rows(
-        self,
-        block: RowBlock,
-        columns: dict[str, np.ndarray],
-        rows: np.ndarray,
-        golden: np.ndarray,
-        golden_wide: np.ndarray,
-        golden_max: np.ndarray,
-        run: np.ndarray,
-        run_wide: np.ndarray,
-        run_max: np.ndarray,
-    ) -> None:
+    def _measure_rows(self, block: RowBlock, pair: _Pair, rows: np.ndarray) -> None:
         """As many rows as fit into one tile, or one that has several; all finite."""
         n = len(rows)
         together = rows[-1] - rows[0] + 1 == n
         pick = slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
-        a, b, raw_a, raw_b = run_wide[pick], golden_wide[pick], run[pick], golden[pick]
-        # exp needs no maximum taken off where nothing can leave float64
-        a_off, b_off = (_offset(maxima[rows].astype(np.float64))[:, None] for maxima in (run_max, golden_max))
+        a, b, raw_a, raw_b = (side[pick] for side in (pair.run_wide, pair.golden_wide, pair.run, pair.golden))
+        offsets = _offset(pair.run_max[rows]), _offset(pair.golden_max[rows])
         moved = _Moved(n) if self.vocab >= SHIFT_VOCAB else None
-        largest, ulps, sums = np.zeros(n), np.zeros(n, np.uint64), np.zeros((n, 6))
+        largest, ulps, squares, masses = np.zeros(n), np.zeros(n, np.uint64), np.zeros((n, 3)), np.zeros((n, 3))
         for lo, hi in self._spans():
             shape, size = (n, hi - lo), n * (hi - lo)
             x, y, d, t = (buffer[:size].reshape(shape) for buffer in self._floats)
-            np.copyto(x, a[:, lo:hi])
-            np.copyto(y, b[:, lo:hi])
-            np.subtract(x, y, out=d)
+            _differences(a[:, lo:hi], b[:, lo:hi], x, y, d)
             if moved is not None and not moved.add(d):
                 moved = None
-            for place, one, two in ((0, d, d), (1, y, y), (2, y, d)):
-                sums[:, place] += np.multiply(one, two, out=t).sum(axis=1)
-            u = d
-            if a_off.any() or b_off.any():
-                x, t = np.subtract(x, a_off, out=x), np.subtract(y, b_off, out=t)
-                u = x - t  # where nothing was taken off it is d to the last bit
-            sums[:, 3] += np.exp(x, out=x).sum(axis=1)
-            np.exp(y if u is d else t, out=x)
-            sums[:, 4] += x.sum(axis=1)
-            sums[:, 5] += np.multiply(x, u, out=x).sum(axis=1)
-            np.abs(d, out=d)
-            blocks = np.maximum.reduceat(d, np.arange(0, hi - lo, self.block_size), axis=1)
+            _add_squares(squares, y, d, t)
+            _add_masses(masses, x, y, d, t, offsets)
+            blocks = _largest_of_tile(d, self.block_size)
             first = lo // self.block_size
             block.blocks[rows, first : first + blocks.shape[1]] = blocks
             distance = self._ulps(raw_a[:, lo:hi], raw_b[:, lo:hi])
-            for what, values, most, best in (("abs", d, blocks, largest), ("ulp", distance, distance, ulps)):
+            for at, values, most, best in (
+                (pair.abs_at, d, blocks, largest),
+                (pair.ulp_at, distance, distance, ulps),
+            ):
                 more = (most := most.max(axis=1)) > best
                 if more.any():
                     best[more] = most[more]
-                    columns[what][rows[more]] = lo + values[more].argmax(axis=1)
+                    at[rows[more]] = lo + (values if n == 1 else values[more]).argmax(axis=1)
             block.out[rows] += self._count_out(d, y, t, blocks.max(), distance)
-        block.max_abs[rows], block.max_ulp[rows], block.sums[rows] = largest, ulps, sums[:, :3]
-        kl = np.log(sums[:, 3] / sums[:, 4]) - sums[:, 5] / sums[:, 4]
+        block.max_abs[rows], block.max_ulp[rows], block.sums[rows] = largest, ulps, squares
+        kl = np.log(masses[:, 0] / masses[:, 1]) - masses[:, 2] / masses[:, 1]
         for i in np.flatnonzero(~np.isfinite(kl)):  # 0 · inf where differences leave float64
             kl[i] = kl_divergence(raw_a[i : i + 1], raw_b[i : i + 1])[0]
         block.kl[rows] = np.where(kl < 0, 0.0, kl)
@@ -268,11 +302,13 @@ class Measure:
         if not (absolute or by_ulp or not np.isfinite(largest)):
             return 0
         ok, more = (buffer[: difference.size].reshape(difference.shape) for buffer in self._flags)
-        if absolute:
+        if absolute and rule.rtol:
             np.abs(golden, out=t)
             t *= rule.rtol
             t += rule.atol
             np.less_equal(difference, t, out=ok)
+        elif absolute:
+            np.less_equal(difference, rule.atol, out=ok)
         else:
             ok[...] = True
         if by_ulp:
@@ -281,14 +317,14 @@ class Measure:
             ok &= np.isfinite(difference, out=more)
         return ok.shape[1] - np.count_nonzero(ok, axis=1)
 
-    def _locate(
-        self, first: int, golden: np.ndarray, run: np.ndarray, columns: dict[str, np.ndarray], what: str, i: int
-    ) -> Place:
+    def _locate(self, first: int, pair: _Pair, what: str, i: int) -> Place:
         """See RowBlock.locate."""
-        a, b = run[i : i + 1], golden[i : i + 1]
+        a, b = pair.run[i : i + 1], pair.golden[i : i + 1]
         match what:
-            case "abs" | "ulp":
-                token = columns[what][i]
+            case "abs":
+                token = pair.abs_at[i]
+            case "ulp":
+                token = pair.ulp_at[i]
             case "value":
                 token = np.argmin(self.tolerance.values_pass(a, b, self.dtype) & np.isfinite(a))
             case "nonfinite":

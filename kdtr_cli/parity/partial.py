@@ -28,17 +28,23 @@ __all__ = ["compare_partial"]
 @dataclass(frozen=True)
 class _Side:
     """One side's rows lo..hi: `values` [n, V] with ids None (full), values [n, K] with ids [n, K] (top K), or neither
-    (digest)."""
+    (digest). `there` bool [n, K] says which of the top K there are (None: all)."""
 
     values: np.ndarray | None
     ids: np.ndarray | None
+    there: np.ndarray | None = None
 
     @classmethod
     def read(cls, logits: Logits, lo: int, hi: int) -> "_Side":
         if logits.rows is not None:
             return cls(logits.rows(lo, hi), None)
         if logits.top_ids is not None and logits.top_values is not None:
-            return cls(logits.top_values(lo, hi), logits.top_ids(lo, hi))
+            ids, values = logits.top_ids(lo, hi), logits.top_values(lo, hi)
+            if logits.top_counts is None:
+                return cls(values, ids)
+            there = np.arange(ids.shape[1]) < logits.top_counts(lo, hi)[:, None]
+            # what is not there may be anything; 0 is an id and a number that can be worked with
+            return cls(np.where(there, values, values.dtype.type(0)), np.where(there, ids, 0), there)
         return cls(None, None)
 
     @property
@@ -51,13 +57,15 @@ class _Side:
 
     def head(self, n: int) -> "_Side":
         """The first n rows."""
-        return _Side(*(None if held is None else held[:n] for held in (self.values, self.ids)))
+        return _Side(*(None if held is None else held[:n] for held in (self.values, self.ids, self.there)))
 
     def at(self, rows: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The values of the rows numbered `rows` [m] at `ids` [m, K], and which of them this side holds."""
         if self.ids is None:
             return np.take_along_axis(self.values[rows], ids.astype(np.int64), axis=1), np.ones(ids.shape, bool)
         place, found = match_ids(ids, self.ids[rows])
+        if self.there is not None:
+            found = found & np.take_along_axis(self.there[rows], place, axis=1)
         return np.take_along_axis(self.values[rows], place, axis=1), found
 
 
@@ -111,9 +119,12 @@ def _rank(block: RowBlock, g: _Side, r: _Side) -> None:
             if side.ids is None:
                 at, values = top_k(row, MOST)
             else:
-                order = np.argsort(side.ids[i])  # so that equal values come in the order of their ids
+                ids = side.ids[i]
+                if side.there is not None:
+                    ids, row = ids[side.there[i]], row[side.there[i]]
+                order = np.argsort(ids)  # so that equal values come in the order of their ids
                 at, values = top_k(row[order], MOST)
-                at = side.ids[i][order[at]]
+                at = ids[order[at]]
             top[i, : len(at)] = at
             if len(at) > 1:
                 with np.errstate(all="ignore"):
@@ -138,9 +149,12 @@ def _digests_agree(golden: Logits, run: Logits, g: _Side, r: _Side, lo: int, hi:
 
 def _measure(block: RowBlock, rest: np.ndarray, g: _Side, r: _Side, tolerance: Tolerance, dtype: np.dtype) -> None:
     """Fill in the rows `rest`, whose bits are not known to be equal; both sides hold values."""
-    ids = (g.ids if g.is_top else r.ids)[rest]
+    asked = g if g.is_top else r
+    ids = asked.ids[rest]
     (b, b_held), (a, a_held) = g.at(rest, ids), r.at(rest, ids)
     seen = a_held & b_held
+    if asked.there is not None:
+        seen &= asked.there[rest]
     difference, ulps = abs_difference(a, b), ulp_distance(a, b, dtype)
     ok = ~seen | (tolerance.values_within(difference, b, ulps) & np.isfinite(a))
     block.seen[rest] = seen.sum(axis=1)
@@ -201,12 +215,17 @@ def _above_the_rest(
         return
     with np.errstate(invalid="ignore"):
         values = one.values[rest].astype(np.float64)
-        kth = top.values[rest].astype(np.float64).min(axis=1, keepdims=True)
+        known = top.values[rest].astype(np.float64)
+        there = np.ones(known.shape, bool) if top.there is None else top.there[rest]
+        kth = np.where(there, known, np.inf).min(axis=1, keepdims=True)  # a row that holds nothing bounds nothing
     if one.is_full:
         held = np.zeros(values.shape, bool)
-        np.put_along_axis(held, top.ids[rest].astype(np.int64), True, axis=1)
+        row, at = np.nonzero(there)
+        held[row, top.ids[rest][row, at]] = True
     else:
-        held = match_ids(one.ids[rest], top.ids[rest])[1]
+        held = top.at(rest, one.ids[rest])[1]
+        if one.there is not None:
+            held |= ~one.there[rest]
     with np.errstate(invalid="ignore", over="ignore"):
         bound = tolerance.bound(values if golden_above else kth)
         misses = ~held & (values - kth > bound)

@@ -172,8 +172,8 @@ class Report:
     """The judgement. `mode` is the run's decoding mode; `reference` the golden's arithmetic that was compared with
     (None: none); `tolerance` the effective bounds (None: there were none to be had); `reason` the one line that made
     it INVALID or INCONCLUSIVE; `rounds` "compared", "not-compared", or None where there are none; `unverified` what no
-    side could prove ("weights", "rope"); `findings` all of them, the sequences' included, the ones that made the
-    verdict first."""
+    side could prove ("weights", "rope"); `values` as what the logits were compared, "logits" or "logprobs"; `findings`
+    all of them, the sequences' included, the ones that made the verdict first."""
 
     verdict: Verdict
     exit_code: Exit
@@ -190,3 +190,4 @@ class Report:
     teacher_forced: bool = False
     rounds: str | None = None
     unverified: tuple[str, ...] = ()
+    values: str = "logits"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kdtr_cli.parity.alone import judge_alone
 from kdtr_cli.parity.detail import describe_step, is_tie
 from kdtr_cli.parity.evidence import EvidenceSequence, Logits, ModelFacts
 from kdtr_cli.parity.findings import SequenceFindings
@@ -92,6 +93,7 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
             _judge_logits(findings, prompt_logits, terms, "prompt_logits", False)
         if len(g) == 0 and len(r) == 0:
             findings.add("sequence.empty", "there is no token to compare", Verdict.INCONCLUSIVE)
+    judge_alone(findings, golden, run, (terms.reference or "", RUN_LOGITS), limit)
     strict = terms.tolerance.is_zero
     keep = terms.options.keep_rounds
     round_terms = RoundTerms(terms.rounds, strict, limit, first_difference, whole, keep)

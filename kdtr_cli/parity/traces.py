@@ -50,7 +50,8 @@ class TensorResult:
 class TraceResult:
     """`tensors` in order of execution; `first`: the first that is out of tolerance, as the module's text says. `hint`:
     a code of `hints.HINTS`, `message` one sentence. `step`: the output step that the first row belongs to, 0 for the
-    prompt. `only_golden` and `only_run`: tensors that one side alone has."""
+    prompt. `only_golden` and `only_run`: tensors that one side alone has. Of `compared` tensors `identical` ones are
+    equal bit for bit; the report of a sweep has fewer in `tensors`."""
 
     tensors: tuple[TensorResult, ...]
     first: TensorResult | None = None
@@ -60,11 +61,13 @@ class TraceResult:
     only_golden: tuple[str, ...] = ()
     only_run: tuple[str, ...] = ()
     golden_nonfinite: str | None = None
+    compared: int = 0
+    identical: int = 0
 
     @property
     def all_bits(self) -> bool:
         """Whether every row of every compared tensor is equal bit for bit."""
-        return all(t.rows_identical == t.rows for t in self.tensors)
+        return self.identical == self.compared
 
     @property
     def fails(self) -> bool:
@@ -121,6 +124,8 @@ def compare_traces(
         only_golden=tuple(n for n in golden if n not in run),
         only_run=tuple(n for n in run if n not in golden),
         golden_nonfinite=nonfinite,
+        compared=len(results),
+        identical=sum(t.rows_identical == t.rows for t in results),
     )
     return found, Masks(rows, masks)
 

@@ -127,6 +127,9 @@ class Model:
     A pass takes its rows in parts, and every part goes through a layer before the next layer's weights are touched: a
     weight that is not kept is read once a pass. Parts share weights and nothing else; each product is made for one
     part alone, so that the bits of a part, in float64 too, do not depend on the parts that it travels with.
+
+    ``inner``: observers are also told what stands between the tensors of a trace, so that the input and the output of
+    every operation are seen: of norms, of products as the engine groups them, of attention, of each routed expert.
     """
 
     def __init__(
@@ -137,8 +140,10 @@ class Model:
         positions: int,
         ops: ModuleType,
         weights_limit: int | None = None,
+        inner: bool = False,
     ) -> None:
         self.config, self.weights, self.ops, self.positions = config, weights, ops, positions
+        self.inner = inner
         self.packed = PackedWeights(weights, ops, weights_limit)
         self.latent_eps = choices.latent_eps(config.rms_norm_eps)
         if choices.rope_angles == "f64" and ops.cast(0).dtype == np.float64:
@@ -166,23 +171,42 @@ class Model:
         weight = self.packed.vector(f"{name}.weight")
         return [self.ops.rms_norm(x, weight, eps) for x in xs]
 
-    def _mlp(self, xs: Parts, name: str) -> Parts:
+    def _mlp(self, xs: Parts, name: str, keep: Callable[[Parts, Parts], None] | None = None) -> Parts:
+        """``keep`` is given gate and up side by side, [M, 2 I] of each part, and what swiglu makes of them, [M, I]."""
         gates, ups = self._linear(xs, f"{name}.gate_proj"), self._linear(xs, f"{name}.up_proj")
         hidden = [self.ops.swiglu(gate, up) for gate, up in zip(gates, ups, strict=True)]
+        if keep is not None:
+            keep([np.concatenate(pair, -1) for pair in zip(gates, ups, strict=True)], hidden)
         return self._linear(hidden, f"{name}.down_proj")
+
+    def _told_mlp(self, xs: Parts, name: str, tensors: str, observe: list[Observe]) -> Parts:
+        """``_mlp`` of a dense layer or of the shared experts; its inner tensors' names begin with ``tensors``."""
+
+        def keep(gate_ups: Parts, hidden: Parts) -> None:
+            _tell(observe, f"{tensors}gate_up", gate_ups)
+            _tell(observe, f"{tensors}swiglu", hidden)
+
+        return self._mlp(xs, name, keep if self.inner else None)
+
+    def _tell_inner(self, observe: list[Observe], name: str, values: Parts) -> None:
+        if self.inner:
+            _tell(observe, name, values)
 
     def _attention(
         self, xs: Parts, parts: list[Rows], cached: list[np.ndarray], name: str, observe: list[Observe]
     ) -> Parts:
         c = self.config
         if c.q_lora_rank is None:
-            qs = self._linear(xs, f"{name}q_proj")
+            firsts = qs = self._linear(xs, f"{name}q_proj")
         else:
-            latents = self._norm(self._linear(xs, f"{name}q_a_proj"), f"{name}q_a_layernorm", self.latent_eps)
+            firsts = self._linear(xs, f"{name}q_a_proj")
+            latents = self._norm(firsts, f"{name}q_a_layernorm", self.latent_eps)
             _tell(observe, f"{name}q_latent", latents)
             qs = self._linear(latents, f"{name}q_b_proj")
         _tell(observe, f"{name}q", qs)
         kvs = self._linear(xs, f"{name}kv_a_proj_with_mqa")
+        if self.inner:
+            _tell(observe, f"{name}qkv_a", [np.concatenate(pair, -1) for pair in zip(firsts, kvs, strict=True)])
         latents = self._norm([kv[:, : c.kv_lora_rank] for kv in kvs], f"{name}kv_a_layernorm", self.latent_eps)
         heads = self.packed.heads(f"{name}kv_b_proj.weight", c.num_attention_heads, c.qk_nope_head_dim)
         values = []
@@ -192,7 +216,12 @@ class Model:
             observe[i](f"{name}k_rope", k_rope)
             queries = self._queries(qs[i], rows, heads)
             observe[i](f"{name}q_rope", queries[..., c.kv_lora_rank :].reshape(len(queries), -1))
-            values.append(self._attend(queries, latents[i], k_rope, rows, cached, heads))
+            outs = self._attend(queries, latents[i], k_rope, rows, cached)
+            if self.inner:
+                observe[i](f"{name}query", queries)
+                observe[i](f"{name}latent_out", outs)
+            values.append(np.concatenate([self.ops.linear(outs[:, h], w) for h, (_, w) in enumerate(heads)], -1))
+        self._tell_inner(observe, f"{name}values", values)
         ys = self._linear(values, f"{name}o_proj")
         _tell(observe, f"{name}attn_out", ys)
         return ys
@@ -220,9 +249,8 @@ class Model:
         k_rope: np.ndarray,
         rows: Rows,
         cached: list[np.ndarray],
-        heads: list[tuple[Any, Any]],
     ) -> np.ndarray:
-        """One part's attention, its keys written to the cache -> [M, heads * v_head_dim]."""
+        """One part's attention over the latents, its keys written to the cache -> [M, heads, latent]."""
         c, ops = self.config, self.ops
         out = np.empty((len(query), c.num_attention_heads, c.kv_lora_rank), query.dtype)
         places = rows.positions if rows.places is None else rows.places
@@ -233,7 +261,7 @@ class Model:
             branches = rows.branches(run)
             seen = keys if branches else keys[: position[-1] + 1]
             out[run] = ops.attend(query[run], seen, position + 1, c.softmax_scale(), c.kv_lora_rank, branches)
-        return np.concatenate([ops.linear(out[:, h], w_uv) for h, (_, w_uv) in enumerate(heads)], -1)
+        return out
 
     def _experts(self, xs: Parts, name: str, observe: list[Observe]) -> Parts:
         c, ops = self.config, self.ops
@@ -246,11 +274,11 @@ class Model:
         _tell(observe, f"{name}.expert_weights", [weights for _, weights in routed])
         ys: Parts = []
         for wave in self._waves(xs):
-            ys += self._routed(xs[wave], routed[wave], name)
+            ys += self._routed(xs[wave], routed[wave], name, observe[wave])
         if c.n_shared_experts:
-            shared = self._mlp(xs, f"{name}.shared_experts")
-            _tell(observe, f"{name}.shared_out", shared)
-            ys = [y + s for y, s in zip(ys, shared, strict=True)]
+            outs = self._told_mlp(xs, f"{name}.shared_experts", f"{name}.shared_", observe)
+            _tell(observe, f"{name}.shared_out", outs)
+            ys = [y + out for y, out in zip(ys, outs, strict=True)]
         _tell(observe, f"{name}.moe_out", ys)
         return ys
 
@@ -265,15 +293,30 @@ class Model:
             size += len(x) * row
         yield slice(first, len(xs))
 
-    def _routed(self, xs: Parts, routed: list[tuple[np.ndarray, np.ndarray]], name: str) -> Parts:
+    def _routed(
+        self, xs: Parts, routed: list[tuple[np.ndarray, np.ndarray]], name: str, observe: list[Observe]
+    ) -> Parts:
         """The weighted sum of the routed experts; each expert's weights serve all parts."""
-        each = [np.empty((*ids.shape, x.shape[1]), x.dtype) for x, (ids, _) in zip(xs, routed, strict=True)]
+
+        def items(width: int) -> Parts:
+            return [np.empty((*ids.shape, width), x.dtype) for x, (ids, _) in zip(xs, routed, strict=True)]
+
+        each, width = items(self.config.hidden_size), self.config.moe_intermediate_size
+        gate_ups, products = (items(2 * width), items(width)) if self.inner else ([], [])
         for e in np.unique(np.concatenate([ids.reshape(-1) for ids, _ in routed])):
             where = [(i, *np.nonzero(ids == e)) for i, (ids, _) in enumerate(routed)]
             where = [(i, row, slot) for i, row, slot in where if len(row)]
-            outs = self._mlp([xs[i][row] for i, row, _ in where], f"{name}.experts.{e}")
+
+            def keep(wide: Parts, hidden: Parts, where: list = where) -> None:
+                for (i, row, slot), gate_up, product in zip(where, wide, hidden, strict=True):
+                    gate_ups[i][row, slot], products[i][row, slot] = gate_up, product
+
+            outs = self._mlp([xs[i][row] for i, row, _ in where], f"{name}.experts.{e}", keep if self.inner else None)
             for (i, row, slot), out in zip(where, outs, strict=True):
                 each[i][row, slot] = out
+        self._tell_inner(observe, f"{name}.experts_gate_up", gate_ups)
+        self._tell_inner(observe, f"{name}.experts_swiglu", products)
+        self._tell_inner(observe, f"{name}.experts_out", each)
         ys = []
         for x, (_, weights), outs in zip(xs, routed, each, strict=True):
             y = np.zeros_like(x)
@@ -301,13 +344,16 @@ class Model:
         c, name = self.config, f"model.layers.{i}"
         with np.errstate(all="ignore"):  # a value that is not finite is found by the observer, not by a warning
             xs = self._norm(hidden, f"{name}.input_layernorm", c.rms_norm_eps)
+            self._tell_inner(observe, f"{name}.input_norm", xs)
             ys = self._attention(xs, parts, cached, f"{name}.self_attn.", observe)
             hidden = [h + y for h, y in zip(hidden, ys, strict=True)]
+            self._tell_inner(observe, f"{name}.self_attn.hidden", hidden)
             xs = self._norm(hidden, f"{name}.post_attention_layernorm", c.rms_norm_eps)
+            self._tell_inner(observe, f"{name}.post_norm", xs)
             if c.is_moe_layer(i):
                 ys = self._experts(xs, f"{name}.mlp", observe)
             else:
-                ys = self._mlp(xs, f"{name}.mlp")
+                ys = self._told_mlp(xs, f"{name}.mlp", f"{name}.mlp.", observe)
                 _tell(observe, f"{name}.mlp.mlp_out", ys)
             hidden = [h + y for h, y in zip(hidden, ys, strict=True)]
             _tell(observe, f"{name}.hidden", hidden)

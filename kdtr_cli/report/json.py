@@ -40,6 +40,7 @@ def report_document(report: Report) -> dict[str, object]:
             "teacher_forced": report.teacher_forced,
             "rounds": report.rounds,
             "unverified": list(report.unverified),
+            "values": report.values,
             **_plain(report.totals),
         },
         "sequences": [_sequence(s) for s in report.sequences],

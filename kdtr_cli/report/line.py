@@ -42,6 +42,8 @@ def _further(report: Report) -> list[tuple[str, object]]:
         pairs.append(("logits", t.logits))
     if t.prompt_logits not in (None, "full"):
         pairs.append(("prompt_logits", "not-compared" if t.prompt_logits == "none" else t.prompt_logits))
+    if report.values != "logits":
+        pairs.append(("values", report.values))
     if report.reference not in (None, "exact"):
         pairs.append(("reference", report.reference))
     if report.teacher_forced:

@@ -85,6 +85,8 @@ def _header(report: Report) -> Iterator[str]:
             yield f"{label:<8}{_side(side)}"
     if report.tolerance is not None:
         against = f"the golden's {report.reference} logits" if report.reference else "no logits: the golden has none"
+        if report.values == "logprobs":
+            against = f"the log-softmax of {against}: the run holds log-probabilities"
         yield f"{'rule':<8}{_rule(report.tolerance)}, against {against}"
     o = report.options
     for rule in o.rules:
@@ -237,20 +239,18 @@ def _tau(mean: float | None) -> str:
 
 
 def _trace(r: TraceResult, prompt: int) -> Iterator[str]:
-    equal = sum(t.rows_identical == t.rows for t in r.tensors)
-    rows = max((t.rows for t in r.tensors), default=0)
-    yield f"  trace {equal} of {len(r.tensors)} tensors identical, at {rows} positions"
+    yield f"  trace {r.identical} of {r.compared} tensors identical"
     if r.first is None:
         return
     yield f"    {'step':>5} {'position':>9} {'rows out':>10} {'max abs':>10} {'nmse':>10}  tensor"
-    after = r.tensors[r.tensors.index(r.first) :]
-    shown = [t for t in after if t.rows_out][:MAX_TENSORS]
+    out = [t for t in r.tensors if t.rows_out]
+    shown = out[out.index(r.first) :][:MAX_TENSORS]
     for t in shown:
         worst, nmse = ("-" if v is None else f"{v:.3e}" for v in (t.max_abs, t.nmse))
         hint = f"  <- {r.hint}" if t is r.first and r.hint else ""
         figures = f"{f'{t.rows_out}/{t.rows}':>10} {worst:>10} {nmse:>10}"
         yield f"    {step_of(t.first_row, prompt):>5} {t.first_row:>9} {figures}  {safe(t.name)}{hint}"
-    if more := sum(t.rows_out > 0 for t in r.tensors) - len(shown):
+    if more := len(out) - len(shown):
         yield f"    and {more} more tensors out of tolerance"
 
 

@@ -147,6 +147,7 @@ def _logits(sequence: BundleSequence, base: str, names: set[str], dtype: np.dtyp
         top_values=rows(top),
         k=shape[1] if richest == top else 0,
         row_sha256=rows(digests),
+        top_counts=rows(f"{base}_top_counts"),
         dataset_sha256=partial(_verified_digest, sequence, base) if base in names else None,
         scan=partial(_Scan, sequence, base) if base in names else None,
     )

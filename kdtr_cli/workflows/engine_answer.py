@@ -24,6 +24,8 @@ _FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TEXTS = ("name", "version", "device", "driver", "compiler", "tier")
 _MAX_TEXT = 200
+_VALUES = ("logits", "logprobs")
+_MOST_LOGPROB = 1e-3  # a log-probability is at most 0; this much is rounding
 
 
 def check_about(about: Mapping[str, Any], tier: str) -> None:
@@ -35,11 +37,14 @@ def check_about(about: Mapping[str, Any], tier: str) -> None:
         elif key == "weights_used_sha256":
             if not isinstance(value, str) or not _SHA256.fullmatch(value):
                 raise EngineError(f"about.{key} is {shown(value)}, not 64 lower-case hexadecimal digits")
+        elif key == "values":
+            if value not in _VALUES:
+                raise EngineError(f"about.{key} is {shown(value)}, not {' or '.join(_VALUES)}")
         elif key == "choices":
             if not isinstance(value, dict) or any(not isinstance(v, str) for v in value.values()):
                 raise EngineError(f"about.{key} is {shown(value)}, not texts by name")
         else:
-            known = ", ".join((*_TEXTS, "weights_used_sha256", "choices"))
+            known = ", ".join((*_TEXTS, "weights_used_sha256", "values", "choices"))
             raise EngineError(f"about has the key {shown(key)}, which is none of {known}")
     if about.get("tier", tier) != tier:
         raise EngineError(f"the engine says that its tier is {about['tier']}; run it with --tier {about['tier']}")
@@ -52,8 +57,11 @@ def form_of(sequence: AnswerSequence) -> str:
     return "none" if sequence.top_ids is None else f"top:{sequence.top_ids.shape[1]}"
 
 
-def check_sequence(question: Question, index: int, answer: AnswerSequence) -> tuple[Generated, dict[str, np.ndarray]]:
-    """One checked sequence: the tokens and the reason, and the arrays of a run bundle. EngineError: a fault in form."""
+def check_sequence(
+    question: Question, index: int, answer: AnswerSequence, values: str = "logits"
+) -> tuple[Generated, dict[str, np.ndarray]]:
+    """One checked sequence: the tokens and the reason, and the arrays of a run bundle. ``values``: what the engine says
+    that its logits are, "logits" or "logprobs". EngineError: a fault in form."""
     prompt = question.prompts[index]
     where = f"sequence {shown(prompt.id)}"
     tokens = _ids(where, "tokens", answer.tokens, question.vocab, 1)
@@ -72,6 +80,10 @@ def check_sequence(question: Question, index: int, answer: AnswerSequence) -> tu
     if answer.prompt_logits is not None:
         shape = (len(prompt.ids), question.vocab)
         arrays["prompt_logits/engine"] = _floats(where, "prompt_logits", answer.prompt_logits, shape)
+    if values == "logprobs":
+        for name, array in arrays.items():
+            if not name.endswith(("_ids", "_counts")) and (wrong := array[array > _MOST_LOGPROB].tolist()[:1]):
+                raise EngineError(f"{where}: {name} holds {wrong[0]:g}, which is no log-probability")
     logits = arrays.get("logits/engine", np.zeros((0, question.vocab), np.float32))
     return Generated(tokens, logits, arrays.get("prompt_logits/engine"), answer.finish_reason), arrays
 
@@ -85,16 +97,36 @@ def _top(where: str, answer: AnswerSequence, rows: int, vocab: int) -> dict[str,
     if len(ids) != rows or not 1 <= ids.shape[1] <= vocab:
         raise EngineError(f"{where}: top_ids has shape {list(ids.shape)}, not [{rows}, K] with K from 1 to {vocab}")
     values = _floats(where, "top_values", answer.top_values, ids.shape)
-    ascending = np.argsort(ids, axis=1, kind="stable")
-    ids, values = (np.take_along_axis(a, ascending, 1) for a in (ids, values))
-    if np.any(ids[:, 1:] == ids[:, :-1]):
-        row = int(np.flatnonzero((ids[:, 1:] == ids[:, :-1]).any(axis=1))[0])
+    counts = _counts(where, answer.top_counts, ids.shape)
+    nothing = np.arange(ids.shape[1]) >= counts[:, None]
+    # what is not there comes last, under ids that can't be taken for others and a value below all others
+    key = np.where(nothing, vocab + np.arange(ids.shape[1]), ids.astype(np.int64))
+    ascending = np.argsort(key, axis=1, kind="stable")
+    key, ids, values = (np.take_along_axis(a, ascending, 1) for a in (key, ids, values))
+    if np.any(key[:, 1:] == key[:, :-1]):
+        row = int(np.flatnonzero((key[:, 1:] == key[:, :-1]).any(axis=1))[0])
         raise EngineError(f"{where}: top_ids holds an id twice, at step {row}")
-    ranked = order(values, ids.shape[1])  # ids ascend, so that a tie goes to the smaller one
-    return {
-        "logits/engine_top_ids": np.ascontiguousarray(np.take_along_axis(ids, ranked, 1)),
-        "logits/engine_top_values": np.ascontiguousarray(np.take_along_axis(values, ranked, 1)),
+    # ids ascend, so that a tie goes to the smaller one
+    ranked = order(np.where(nothing, np.float32(-np.inf), values), ids.shape[1])
+    ids, values = (np.take_along_axis(a, ranked, 1) for a in (ids, values))
+    arrays = {
+        "logits/engine_top_ids": np.ascontiguousarray(np.where(nothing, ids[:, :1], ids)),
+        "logits/engine_top_values": np.ascontiguousarray(np.where(nothing, np.float32(0), values)),
     }
+    if answer.top_counts is not None:
+        arrays["logits/engine_top_counts"] = counts
+    return arrays
+
+
+def _counts(where: str, counts: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
+    if counts is None:
+        return np.full(shape[0], shape[1], np.int32)
+    fits = isinstance(counts, np.ndarray) and counts.dtype in (np.int32, np.int64) and counts.shape == shape[:1]
+    if not fits or np.any((counts < 0) | (counts > shape[1])):
+        raise EngineError(
+            f"{where}: top_counts is {_what(counts)}, not int32 or int64 [{shape[0]}] from 0 to {shape[1]}"
+        )
+    return np.ascontiguousarray(counts, np.int32)
 
 
 def _ids(where: str, name: str, array: object, vocab: int, dimensions: int) -> np.ndarray:

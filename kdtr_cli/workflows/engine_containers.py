@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,7 @@ from kdtr_cli.bundle.schema import limits_from_environment
 from kdtr_cli.errors import EngineError
 from kdtr_cli.model.safetensors_file import STORED_DTYPES, Region, SafetensorsFile
 
-__all__ = ["Arrays", "Stored", "open_npz", "open_safetensors"]
+__all__ = ["Arrays", "Stored", "open_npy", "open_npz", "open_safetensors"]
 
 ABOUT = "about"  #: the key of the text in which the engine speaks of itself
 
@@ -91,11 +92,34 @@ def open_npz(path: Path) -> Arrays:
     return Arrays(arrays, about)
 
 
-def _broken(path: Path, error: Exception) -> EngineError:
-    return EngineError(f"{path.name}: not a whole npz file: {str(error) or type(error).__name__}")
+def open_npy(path: Path) -> Stored:
+    """The one array of a .npy file; rows are read where they stand."""
+    try:
+        with open(path, "rb") as file:
+            shape, fortran, dtype = _header(file)
+            begin = file.tell()
+            size = file.seek(0, 2)
+    except _BROKEN_ZIP as error:
+        raise _broken(path, error, "npy") from error
+    kind = _checked(path, "the array", shape, fortran, dtype, size - begin)
+    width = math.prod(shape[1:]) * dtype.itemsize
+
+    def rows(low: int, high: int) -> np.ndarray:
+        with open(path, "rb") as file:
+            file.seek(begin + low * width)
+            data = file.read((high - low) * width)
+        if len(data) != (high - low) * width:
+            raise EngineError(f"{path.name}: the array is cut short")
+        return np.frombuffer(data, kind).reshape(high - low, *shape[1:])
+
+    return Stored(kind, shape, rows)
 
 
-def _header(stream: zipfile.ZipExtFile) -> tuple[tuple[int, ...], bool, np.dtype]:
+def _broken(path: Path, error: Exception, what: str = "npz") -> EngineError:
+    return EngineError(f"{path.name}: not a whole {what} file: {str(error) or type(error).__name__}")
+
+
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
         return np.lib.format.read_array_header_1_0(stream)
@@ -105,26 +129,14 @@ def _header(stream: zipfile.ZipExtFile) -> tuple[tuple[int, ...], bool, np.dtype
 
 
 def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path, name: str) -> Stored:
-    limit = limits_from_environment()
     try:
         with archive.open(member) as stream:
             shape, fortran, dtype = _header(stream)
             begin = stream.tell()
     except _BROKEN_ZIP as error:
         raise _broken(path, error) from error
-    if dtype.hasobject:
-        raise EngineError(f"{path.name}: {name} holds Python objects (pickle), which kdtr never reads")
-    if dtype.newbyteorder("<") != dtype or dtype.names is not None:
-        raise EngineError(f"{path.name}: {name} is {dtype}; little-endian numbers are expected")
     needed = math.prod(shape) * dtype.itemsize
-    if begin + needed != member.file_size:
-        raise EngineError(f"{path.name}: {name} holds {member.file_size - begin} bytes, its shape needs {needed}")
-    if needed > limit.dataset_bytes:
-        raise EngineError(f"{path.name}: {name} declares {needed} bytes; {limit.remedy}")
-    if fortran and len(shape) > 1:
-        raise EngineError(f"{path.name}: {name} is in Fortran order; write np.ascontiguousarray of it")
-    # what np.savez makes of ml_dtypes.bfloat16, which .npy has no name for
-    kind = np.dtype(ml_dtypes.bfloat16) if dtype == np.dtype("V2") else dtype
+    kind = _checked(path, name, shape, fortran, dtype, member.file_size - begin)
 
     @cache
     def whole() -> np.ndarray:
@@ -139,6 +151,24 @@ def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path, name:
         return np.frombuffer(data, kind).reshape(shape)
 
     return Stored(kind, shape, lambda low, high: whole()[low:high])
+
+
+def _checked(path: Path, name: str, shape: tuple[int, ...], fortran: bool, dtype: np.dtype, held: int) -> np.dtype:
+    """The dtype of an array that its header describes, which has `held` bytes behind it."""
+    limit = limits_from_environment()
+    if dtype.hasobject:
+        raise EngineError(f"{path.name}: {name} holds Python objects (pickle), which kdtr never reads")
+    if dtype.newbyteorder("<") != dtype or dtype.names is not None:
+        raise EngineError(f"{path.name}: {name} is {dtype}; little-endian numbers are expected")
+    needed = math.prod(shape) * dtype.itemsize
+    if held != needed:
+        raise EngineError(f"{path.name}: {name} holds {held} bytes, its shape needs {needed}")
+    if needed > limit.dataset_bytes:
+        raise EngineError(f"{path.name}: {name} declares {needed} bytes; {limit.remedy}")
+    if fortran and len(shape) > 1:
+        raise EngineError(f"{path.name}: {name} is in Fortran order; write np.ascontiguousarray of it")
+    # what np.savez makes of ml_dtypes.bfloat16, which .npy has no name for
+    return np.dtype(ml_dtypes.bfloat16) if dtype == np.dtype("V2") else dtype
 
 
 def _read_about(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> str:

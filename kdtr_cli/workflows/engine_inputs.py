@@ -10,10 +10,9 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-from safetensors.numpy import save_file
 
 from kdtr_cli.bundle.reader import Bundle
-from kdtr_cli.model.safetensors_writer import SafetensorsWriter
+from kdtr_cli.model.safetensors_writer import SafetensorsWriter, write_tensors
 from kdtr_cli.workflows.engines import Question
 
 __all__ = ["INPUTS_SCHEMA", "write_inputs", "write_model"]
@@ -34,12 +33,14 @@ def write_inputs(question: Question) -> Path:
     if question.container == "hdf5":
         path = question.folder / "inputs.h5"
         with h5py.File(path, "x") as file:
-            file["metadata"] = json.dumps(texts).encode()
+            file["metadata"] = np.bytes_(json.dumps(texts))  # of fixed length: a reader in C needs no memory management
             for name, array in arrays.items():
                 file[name] = array
         return path
     path = question.folder / "inputs.safetensors"
-    save_file(arrays, path, texts)
+    plan = {name: (_NAMES[array.dtype.name], array.dtype.itemsize, array.shape) for name, array in arrays.items()}
+    with open(path, "xb") as file:
+        write_tensors(file, texts, plan, lambda name: [arrays[name]])
     return path
 
 

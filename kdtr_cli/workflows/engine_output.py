@@ -17,7 +17,7 @@ from kdtr_cli.model.fields import parse_json, read_json, shown
 from kdtr_cli.workflows.engine_containers import Arrays, Stored, open_npz, open_safetensors
 from kdtr_cli.workflows.engines import Answer, AnswerSequence, Question
 
-__all__ = ["read_output"]
+__all__ = ["kind_of", "read_output"]
 
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_VALUES = 4_000_000
@@ -34,7 +34,9 @@ _LOGITS = {"logits": "tokens", "top_ids": "tokens", "top_values": "tokens", "pro
 def read_output(path: Path, question: Question) -> Answer:
     """Read an engine's output; its logits one sequence at a time, as the answer's sequences are gone through."""
     try:
-        kind = _kind(path)
+        kind = kind_of(path)
+        if kind == "npy":
+            raise EngineError(f"{path.name} is one array (.npy); several with their names are expected (.npz)")
         if path.suffix not in ("", _SUFFIX[kind]):
             raise EngineError(f"{path.name} holds {kind}; its name says otherwise")
         if kind == "json":
@@ -50,13 +52,16 @@ def _fault(path: Path, error: InputError) -> EngineError:
     return EngineError(str(error).replace(str(path), path.name))
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
+    """npz, npy, safetensors or json, by content. EngineError: none of them."""
     with open(path, "rb") as file:
         head = file.read(64)
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         return "npz"
     if len(head) > 8 and head[8:9] == b"{" and struct.unpack("<Q", head[:8])[0] <= _MAX_HEADER:
         return "safetensors"
+    if head[:6] == b"\x93NUMPY":
+        return "npy"
     if head.lstrip()[:1] == b"{":
         return "json"
     raise EngineError(f"{path.name} is neither npz nor safetensors nor JSON ({path.stat().st_size} bytes)")

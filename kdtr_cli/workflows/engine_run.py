@@ -7,6 +7,7 @@ it, weights above all, is null in the manifest, and a diff says "unverified"; wh
 import hashlib
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,11 @@ from kdtr_cli.model.fields import shown
 from kdtr_cli.model.prompts import Generated, Prompt, check_prompts
 from kdtr_cli.workflows.engine_answer import check_about, check_sequence, form_of
 from kdtr_cli.workflows.engine_inputs import write_model
-from kdtr_cli.workflows.engines import Engine, Question, ask, find_engine, sequences_of
+from kdtr_cli.workflows.engines import AnswerSequence, Engine, Question, ask, find_engine, sequences_of
 from kdtr_cli.workflows.manifest import decoding_manifest
 from kdtr_cli.workflows.run import check_golden, embedded_config, golden_decoding
 
-__all__ = ["EngineRunOptions", "EngineRunSummary", "make_engine_run"]
+__all__ = ["EngineRunOptions", "EngineRunSummary", "engine_manifest", "make_engine_run", "make_question", "run_engine"]
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,18 @@ class EngineRunSummary:
     sequences: list[tuple[Prompt, Generated]]
     seconds: float  #: that the engine took; in no bundle
     notes: tuple[str, ...] = ()
+    values: str = "logits"  #: or "logprobs"
 
 
 def make_engine_run(options: EngineRunOptions) -> EngineRunSummary:
     """Ask an engine for a golden's outputs and write the run bundle, or raise and write nothing."""
-    name, argument, engine = find_engine(options.engine)
+    return run_engine(options, *find_engine(options.engine))
+
+
+def run_engine(
+    options: EngineRunOptions, name: str, argument: str, engine: Engine, with_model: bool = True
+) -> EngineRunSummary:
+    """As `make_engine_run`, with an engine at hand. ``with_model``: it wants the weights that the golden embeds."""
     target = check_target(options.output, options.force)
     if target.exists() and options.golden.exists() and target.samefile(options.golden):
         raise InputError(f"{options.output} is the golden itself; give the run another name")
@@ -69,12 +77,13 @@ def make_engine_run(options: EngineRunOptions) -> EngineRunSummary:
         golden = stack.enter_context(open_bundle(options.golden))
         check_golden(golden)
         private = stack.enter_context(tempfile.TemporaryDirectory(prefix="kdtr-engine-"))
-        question = _question(golden, options, Path(private))
+        question = make_question(golden, options, Path(private), with_model)
         return _run(golden, options, question, name, argument, engine)
 
 
-def _question(golden: Bundle, options: EngineRunOptions, private: Path) -> Question:
-    folder, text, config = _model(golden, options, private)
+def make_question(golden: Bundle, options: EngineRunOptions, private: Path, with_model: bool = True) -> Question:
+    """What an engine is asked; ``private`` is a folder for its files and for the golden's weights."""
+    folder, text, config = _model(golden, options, private, with_model)
     decoding = golden_decoding(golden.manifest["decoding"], options.steps)
     prompts = tuple(Prompt(s.id, s.prompt, s.stream) for s in golden.sequences)
     check_prompts(list(prompts), config, decoding.steps)
@@ -94,17 +103,24 @@ def _question(golden: Bundle, options: EngineRunOptions, private: Path) -> Quest
         folder=own,
         timeout=options.timeout,
         container=options.container,
+        tier=options.tier,
     )
 
 
-def _model(golden: Bundle, options: EngineRunOptions, private: Path) -> tuple[Path | None, str, ModelConfig]:
+def _model(
+    golden: Bundle, options: EngineRunOptions, private: Path, with_model: bool
+) -> tuple[Path | None, str, ModelConfig]:
     if options.model is not None:
         folder = Path(options.model).absolute()
         if not folder.is_dir():
             raise InputError(f"--model {options.model}: not a folder; an engine is given one with config.json")
         config, text = load_config(folder)
         return folder, text, config
-    return write_model(golden, private), golden.config_text, embedded_config(golden, options.golden)
+    return (
+        write_model(golden, private) if with_model else None,
+        golden.config_text,
+        embedded_config(golden, options.golden),
+    )
 
 
 def _run(
@@ -112,16 +128,18 @@ def _run(
 ) -> EngineRunSummary:
     begin = time.monotonic()
     answer = ask(name, argument, engine, question)
-    seconds = time.monotonic() - begin
+    seconds = [time.monotonic() - begin]
     about, described = dict(answer.about), f"{name}:{answer.name}" if answer.name else name
     check_about(about, options.tier)
+    values = about.get("values", "logits")
     sequences: list[tuple[Prompt, Generated]] = []
     forms: set[tuple[str, bool]] = set()
     with BundleWriter(options.output, "run", options.force) as bundle:
         bundle.add_config(question.config_text)
-        for index, given in enumerate(sequences_of(name, answer, len(question.prompts))):
+        answered = sequences_of(name, answer, len(question.prompts))
+        for index, given in enumerate(_timed(answered, seconds)):
             prompt = question.prompts[index]
-            result, arrays = check_sequence(question, index, given)
+            result, arrays = check_sequence(question, index, given, values)
             forms.add((form_of(given), result.prompt_logits is not None))
             if len(forms) > 1:
                 raise EngineError(
@@ -131,19 +149,30 @@ def _run(
             bundle.add_sequence(SequenceData(prompt.id, prompt.stream, prompt.ids, tokens, reason, arrays))
             sequences.append((prompt, Generated(tokens, result.logits[:0], None, reason)))
         ((form, scored),) = forms
-        bundle.finish(_manifest(golden, options, question, about, described, form, scored))
+        bundle.finish(engine_manifest(golden, options, question, about, described, form, scored))
     folder = question.model if options.model is not None else None
     other = golden.manifest["model"]["config_sha256"] != _sha256(question.config_text)
     notes = ("the config is not the golden's; a diff will be INVALID",) if other else ()
     model = golden.manifest["model"].get("name", "model") if folder is None else folder.name
-    return EngineRunSummary(options.output, described, model, folder, form, sequences, seconds, notes)
+    return EngineRunSummary(options.output, described, model, folder, form, sequences, sum(seconds), notes, values)
+
+
+def _timed(sequences: Iterator[AnswerSequence], seconds: list[float]) -> Iterator[AnswerSequence]:
+    """The sequences; each may be computed only when it is asked for, and that time is the engine's too."""
+    while True:
+        begin = time.monotonic()
+        given = next(sequences, None)
+        seconds.append(time.monotonic() - begin)
+        if given is None:
+            return
+        yield given
 
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _manifest(
+def engine_manifest(
     golden: Bundle,
     options: EngineRunOptions,
     question: Question,
@@ -171,6 +200,7 @@ def _manifest(
         "arithmetic": ["engine"],
         "tier": options.tier,
         "logits": form,
+        "values": about.get("values", "logits"),
         "score": scored,
         "run": {
             "engine": described,

@@ -32,7 +32,11 @@ __all__ += ["sequences_of"]
 GROUP = "kdtr.engines"
 
 #: Engines that kdtr brings: name → "module:function", loaded when used. No package can take one of these names.
-_BUILT_IN: Mapping[str, str] = {"command": "kdtr_cli.workflows.engine_command:command"}
+_BUILT_IN: Mapping[str, str] = {
+    "command": "kdtr_cli.workflows.engine_command:command",
+    "hf": "kdtr_cli.workflows.engine_hf:hf",
+    "openai": "kdtr_cli.workflows.engine_openai:openai",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Question:
     golden nor the user has one. choices: where implementations differ (docs/bundle.md). vocab: V. forced: for each
     prompt the tokens int32 [T] to feed whatever the engine chooses, or None. score: the prompt's logits are wanted too.
     folder: an empty private folder that is removed afterwards. timeout: seconds that the engine may take, None: any.
-    container: "safetensors" or "hdf5", for an engine that reads a file.
+    container: "safetensors" or "hdf5", for an engine that reads a file. tier: the arithmetic that is asked for.
     """
 
     config_text: str
@@ -58,6 +62,7 @@ class Question:
     folder: Path
     timeout: float | None = None
     container: str = "safetensors"
+    tier: str = "exact"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +71,8 @@ class AnswerSequence:
 
     tokens: [T] of an integer dtype. finish_reason: "length" or "stop". Of logits either ``logits`` [T, V], or
     ``top_ids`` (integer) and ``top_values`` [T, K], or nothing; row t is what token t was chosen from.
-    ``prompt_logits`` [P, V]: row p after the prompt's ids 0..p. Values are float32, float16 or bfloat16.
+    ``prompt_logits`` [P, V]: row p after the prompt's ids 0..p. Values are float32, float16 or bfloat16. ``top_counts``
+    [T]: how many of a row's top K there are, where not all; the rest of the row is ignored.
     """
 
     tokens: np.ndarray
@@ -75,6 +81,7 @@ class AnswerSequence:
     top_ids: np.ndarray | None = None
     top_values: np.ndarray | None = None
     prompt_logits: np.ndarray | None = None
+    top_counts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,9 @@ def describe(
     """The document for one bundle; with `sequence_id` also that sequence's tokens and largest logits at each step.
 
     Keys: schema, path, bundle_schema, kind, manifest_sha256, file_bytes, producer, contract_version, model, choices,
-    decoding, drafting and rounds (statistics; both None without rounds), arithmetic, tier, logits, score, run (None in
-    a golden), sequences, sequence (None unless asked for), round (None unless asked for: that round of the sequence, by
-    default the first one, instead of its logits; with texts where the folder of a tokenizer is given).
+    decoding, drafting and rounds (statistics; both None without rounds), arithmetic, tier, logits, score, values, run
+    (None in a golden), sequences, sequence (None unless asked for), round (None unless asked for: that round of the
+    sequence, by default the first one, instead of its logits; with texts where the folder of a tokenizer is given).
     JSON-ready: non-finite numbers are the strings "nan", "inf" and "-inf". InputError: as `open_bundle`; no such
     sequence or round, or rounds that are none.
     """
@@ -89,6 +89,7 @@ def describe(
             "tier": manifest["tier"],
             "logits": manifest["logits"],
             "score": manifest.get("score", False),
+            "values": manifest.get("values", "logits"),
             "run": manifest.get("run"),
             "sequences": [_row(sequence) for sequence in bundle.sequences],
             "sequence": None if chosen is None else _detail(chosen),
@@ -203,7 +204,7 @@ def _detail(sequence: BundleSequence) -> dict[str, Any]:
     }
     for name in names:
         group, _, base = name.partition("/")
-        if group != "logits" or base.endswith(("_sha256", "_top_values")):
+        if group != "logits" or base.endswith(("_sha256", "_top_values", "_top_counts")):
             continue
         arithmetic = base.removesuffix("_top_ids")
         detail["top_logits"][arithmetic] = _top(sequence, name)
@@ -215,13 +216,19 @@ def _top(sequence: BundleSequence, name: str) -> list[list[dict[str, Any]]]:
     steps: list[list[dict[str, Any]]] = []
     if name.endswith("_top_ids"):
         ids, values = sequence.array(name), sequence.array(name.removesuffix("_top_ids") + "_top_values")
-        order = np.lexsort((ids, -values))[:, :_TOP]
+        counts = np.full(len(ids), ids.shape[1])
+        if (path := name.removesuffix("_top_ids") + "_top_counts") in sequence.array_names():
+            counts = sequence.array(path)
+        nothing = np.arange(ids.shape[1]) >= counts[:, None]
+        order = np.lexsort((ids, -values, nothing))[:, :_TOP]
         pairs = [(np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, order, axis=1))]
     else:
+        counts = np.full(sequence.shape(name)[0], _TOP)
         pairs = [largest(block, _TOP) for _, block in sequence.blocks(name)]
     for ids, values in pairs:
         for step_ids, step_values in zip(ids.tolist(), values, strict=True):
-            steps.append([{"id": i, "logit": _number(v)} for i, v in zip(step_ids, step_values, strict=True)])
+            some = list(zip(step_ids, step_values, strict=True))[: int(counts[len(steps)])]
+            steps.append([{"id": i, "logit": _number(v)} for i, v in some])
     return steps
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from kdtr_cli.workflows.golden_memory import check_trace
 from kdtr_cli.workflows.manifest import common_manifest, logits_arrays
 
 __all__ = ["RunOptions", "RunSummary", "check_golden", "embedded_config", "golden_decoding", "make_job", "make_run"]
-__all__ += ["open_golden_model", "prepare_run", "run_on"]
+__all__ += ["open_golden_model", "prepare_run", "run_changed", "run_on"]
 
 _BATCH = 8
 
@@ -96,6 +96,18 @@ def run_on(device: Device, model: Model, manifest: dict[str, Any], options: RunO
         return _run(device, golden, make_job(golden, model, options), manifest, options)
 
 
+def run_changed(device: Device, options: RunOptions, change: Callable[[Job], Job]) -> RunSummary:
+    """Run a golden on an open device, by what ``change`` makes of the job that `make_run` would do.
+
+    The bundle says what was asked for, whatever the change: so does an engine that does something else.
+    """
+    check_target(options.output, options.force)
+    with device, open_bundle(options.golden) as golden:
+        check_golden(golden)
+        job = make_job(golden, open_golden_model(golden, options), options)
+        return _run(device, golden, change(job), _manifest(golden, job, options), options)
+
+
 def prepare_run(device: Device, golden: Bundle, model: Model, options: RunOptions) -> dict[str, Any]:
     """The manifest that all runs of these options share, whatever part of the golden they run."""
     manifest = _manifest(golden, make_job(golden, model, options), options)
@@ -136,7 +148,7 @@ def _run(
 
 
 def _described(device: Device, options: RunOptions) -> dict[str, Any]:
-    return {**device.describe(), "kernels_sha256": _kernels_sha256(), "batch": options.batch or _BATCH}
+    return {**device.describe(), "kernels_sha256": _kernels_sha256(device.replaced), "batch": options.batch or _BATCH}
 
 
 def make_job(golden: Bundle, model: Model, options: RunOptions) -> Job:
@@ -300,8 +312,8 @@ def _rope_positions(manifest: dict[str, Any], model: Model, capacity: int) -> in
     return capacity
 
 
-def _kernels_sha256() -> str:
+def _kernels_sha256(replaced: Mapping[str, str]) -> str:
     digest = hashlib.sha256()
     for file in sources():
-        digest.update(source_text(file).encode())
+        digest.update(source_text(file, replaced).encode())
     return digest.hexdigest()

@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 
 from kdtr_cli.bundle import BundleWriter, SequenceData
 from kdtr_cli.cli.main import cli
+from kdtr_cli.workflows.golden import GoldenOptions, make_golden
 from kdtr_cli.workflows.inspect import largest
 
 pytestmark = pytest.mark.quick
@@ -113,6 +114,12 @@ def test_inspect_text(golden):
     assert not any(line.endswith(" ") for line in lines)
     assert "\x1b" not in result.stdout
     assert result.stdout == kdtr("inspect", golden).stdout
+
+
+def test_inspect_counts_the_tensors_of_a_trace(tmp_path):
+    make_golden(GoldenOptions("tiny", tmp_path / "g.h5", steps=1, trace="layers"))
+    line = kdtr("inspect", tmp_path / "g.h5").stdout.splitlines()[-1]
+    assert line.endswith("logits/exact float32[1, 512], logits/float64 float64[1, 512], trace: 6 tensors")
 
 
 def test_inspect_json(golden):

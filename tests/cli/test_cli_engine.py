@@ -1,15 +1,19 @@
 """`kdtr run --engine` as a user meets it: the examples of the documentation, signals, settings, options."""
 
+import json
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -47,16 +51,44 @@ def golden(folder):
     return path
 
 
-@pytest.fixture(scope="module")
-def compiled(folder):
+@dataclass(frozen=True)
+class Example:
+    """A compiled example: what to give --engine, and the options that go with it."""
+
+    name: str
+    line: str
+    options: tuple[str, ...]
+
+
+def hdf5_flags(compiler: str, folder: Path) -> list[str]:
+    """What to compile and link libhdf5 with; skips where there is none."""
+    flags = ["-lhdf5"]
+    for name in ("hdf5", "hdf5-serial"):
+        if shutil.which("pkg-config") and subprocess.run(["pkg-config", "--exists", name]).returncode == 0:
+            asked = ["pkg-config", "--cflags", "--libs", name]
+            flags = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split()
+            break
+    flags = [re.sub("^-I", "-isystem", flag) for flag in flags]  # whose warnings are not ours
+    (folder / "probe.cpp").write_text("#include <hdf5.h>\nint main() { return H5open() < 0; }\n")
+    command = [compiler, str(folder / "probe.cpp"), *flags, "-o", str(folder / "probe")]
+    if subprocess.run(command, capture_output=True, timeout=120).returncode:
+        pytest.skip("no libhdf5 to compile with (Debian: apt-get install libhdf5-dev)")
+    return flags
+
+
+@pytest.fixture(scope="module", params=["example_engine", "hdf5_engine"])
+def compiled(request, folder):
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    program = folder / "example engine"
-    source = EXAMPLES / "example_engine.cpp"
+    hdf5 = request.param == "hdf5_engine"
+    libraries = hdf5_flags(compiler, folder) if hdf5 else []
+    program = folder / request.param.replace("_", " ")
+    source = EXAMPLES / f"{request.param}.cpp"
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run([compiler, *flags, "-o", str(program), str(source)], check=True, timeout=120)
-    return program
+    subprocess.run([compiler, *flags, "-o", str(program), str(source), *libraries], check=True, timeout=120)
+    line = f"command:{shlex.quote(str(program))} {{inputs}} {{out}}"
+    return Example(program.name, line + ".npz" * hdf5, ("--inputs", "hdf5") if hdf5 else ())
 
 
 def hashed(token: int, position: int, vocab: int) -> np.ndarray:
@@ -73,12 +105,11 @@ def hashed(token: int, position: int, vocab: int) -> np.ndarray:
 
 class TestExamples:
     def test_the_cpp_engine_takes_part_and_diverges(self, golden, compiled, folder):
-        run = folder / "cpp run.h5"
-        line = f"command:{shlex.quote(str(compiled))} {{inputs}} {{out}}"
-        done = kdtr("run", golden, "-o", run, "--engine", line)
+        run = folder / f"{compiled.name}.h5"
+        done = kdtr("run", golden, "-o", run, "--engine", compiled.line, *compiled.options)
         assert done.exit_code == 0, done.output
         assert done.stdout.splitlines()[-1].startswith(
-            f"run {run}: tiny by command:example engine sequences=2 tokens=10 logits=full seconds="
+            f"run {run}: tiny by command:{compiled.name} sequences=2 tokens=10 logits=full seconds="
         )
         assert kdtr("verify", run).exit_code == 0
         judged = kdtr("diff", golden, run)
@@ -95,8 +126,8 @@ class TestExamples:
                     last, position = int(token), position + 1
 
     def test_the_cpp_engine_feeds_what_it_is_told_and_stops_where_it_is_told(self, golden, compiled, folder):
-        line = f"command:{shlex.quote(str(compiled))} {{inputs}} {{out}}"
-        done = kdtr("run", golden, "-o", folder / "forced.h5", "--engine", line, "--teacher-force", "--steps", 4)
+        engine = ("--engine", compiled.line, *compiled.options, "--force")
+        done = kdtr("run", golden, "-o", folder / "forced.h5", *engine, "--teacher-force", "--steps", 4)
         assert done.exit_code == 0, done.output
         with open_bundle(golden) as wanted, open_bundle(folder / "forced.h5") as got:
             for a, b in zip(got.sequences, wanted.sequences, strict=True):
@@ -104,18 +135,34 @@ class TestExamples:
                 fed = [int(a.prompt[-1]), *a.tokens[:3].tolist()]
                 rows = [hashed(t, len(a.prompt) - 1 + i, got.vocab) for i, t in enumerate(fed)]
                 assert a.array("logits/engine").tobytes() == np.stack(rows).tobytes()
-        with open_bundle(folder / "cpp run.h5") as bundle:
+        with open_bundle(folder / f"{compiled.name}.h5") as bundle:
             token = int(bundle.sequences[0].tokens[1])
-        model = folder / "stops"
+        model = folder / f"stops of {compiled.name}"
         write_model(model, "tiny")
         config = model / "generation_config.json"
         config.write_text(re.sub(r'"eos_token_id": \d+', f'"eos_token_id": {token}', config.read_text()))
-        stopping = folder / "stopping.h5"
+        stopping = folder / f"stopping {compiled.name}.h5"
         assert kdtr("golden", model, "-o", stopping, "--prompt-ids", "1 2 3", "--steps", 5).exit_code == 0
-        assert kdtr("run", stopping, "-o", folder / "stopped.h5", "--engine", line).exit_code == 0
+        assert kdtr("run", stopping, "-o", folder / "stopped.h5", *engine).exit_code == 0
         with open_bundle(folder / "stopped.h5") as bundle:
             assert bundle.manifest["decoding"]["stop_ids"] == [token]
             assert (len(bundle.sequences[0].tokens), bundle.sequences[0].finish_reason) == (2, "stop")
+
+    def test_the_hdf5_example_reads_texts_as_json_does(self, folder, tmp_path):
+        """Escapes and all planes of Unicode, through the part of it that reads metadata."""
+        compiler = shutil.which("g++") or shutil.which("clang++") or pytest.skip("no C++ compiler")
+        flags = hdf5_flags(compiler, tmp_path)
+        source = (EXAMPLES / "hdf5_engine.cpp").read_text()
+        main = "int main(int, char** argv) { std::fputs(Inputs(argv[1]).text(argv[2]).c_str(), stdout); }"
+        (tmp_path / "show.cpp").write_text(source[: source.index("int main(")] + main)
+        show = [compiler, "-std=c++17", str(tmp_path / "show.cpp"), *flags, "-o", str(tmp_path / "show")]
+        subprocess.run(show, check=True, timeout=120)
+        texts = {"config": '{"a": "\\"é\u20ac\U0001f600\\n"}\n\t/\x01', "two": "2", "": "", "last": "\\"}
+        with h5py.File(tmp_path / "in.h5", "w") as file:
+            file["metadata"] = np.bytes_(json.dumps(texts))
+        for key, text in texts.items():
+            said = subprocess.run([tmp_path / "show", tmp_path / "in.h5", key], capture_output=True, timeout=60)
+            assert said.stdout.decode() == text
 
     def test_the_python_engine_is_identical(self, golden, folder):
         run = folder / "python run.h5"
@@ -149,13 +196,40 @@ class TestPackages:
             ("theirs:9", 0, "by theirs:t sequences=2 tokens=10 logits=none"),
             ("theirs:512", 3, 'sequence "0": tokens holds the id 512, outside the vocabulary 0..511'),
             ("theirs:x", 3, "engine theirs failed: ValueError: invalid literal"),
-            ("other", 2, "there are: command, theirs"),
+            ("other", 2, "there are: command, hf, openai, theirs"),
         ):
             process = kdtr_alone("run", golden, "-o", tmp_path / "r.h5", "--engine", engine, "--force", env=path)
             out, err = process.communicate(timeout=60)
             assert process.returncode == code, err
             assert word in (out if code == 0 else err)
             assert err.count("\n") == (code != 0)
+
+
+class TestServers:
+    def test_one_that_dies_in_its_answer_is_one_line_and_exit_3(self, golden, tmp_path):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            url = f"openai:http://127.0.0.1:{server.getsockname()[1]}/completion"
+            process = kdtr_alone("run", golden, "-o", tmp_path / "r.h5", "--engine", url)
+            server.settimeout(60)
+            with server.accept()[0] as client:
+                client.recv(65536)
+                client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{")
+            out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (3, "")
+        assert re.fullmatch(r"kdtr: error: server 127.0.0.1:\d+ ended the connection before .*\n", err)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_signal_while_it_is_waited_for_leaves_nothing(self, golden, tmp_path):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            url = f"openai:http://127.0.0.1:{server.getsockname()[1]}/completion"
+            process = kdtr_alone("run", golden, "-o", tmp_path / "r.h5", "--engine", url)
+            server.settimeout(60)
+            with server.accept()[0] as client:
+                client.recv(65536)
+                process.send_signal(signal.SIGTERM)
+                out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err.count("\n")) == (3, "", 1)
+        assert list(tmp_path.iterdir()) == []
 
 
 class TestSignals:
@@ -188,7 +262,7 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("args", "word"),
         [
-            (("--engine", "other:x"), "'other': no such engine; there are: command"),
+            (("--engine", "other:x"), "'other': no such engine; there are: command, hf, openai"),
             (("--engine", "command:./e {inputs}"), "{out} is missing"),
             (("--engine", "command:./no-such-engine {inputs} {out}"), "can't be started: No such file"),
             (("--engine", "command:x", "--mode", "ddtree"), "--mode is for kdtr's own engine"),
@@ -196,6 +270,7 @@ class TestRefused:
             (("--engine", "command:x", "--batch", 2), "--batch is"),
             (("--engine", "command:x", "--block-size", 4), "--block-size is"),
             (("--engine", "command:x", "--jobs", 2), "--jobs is"),
+            (("--engine", "command:x", "--trace", "full"), "--trace is"),
             (("--timeout", 3), "--timeout goes with --engine"),
             (("--inputs", "hdf5"), "--inputs goes with --engine"),
             (("--tier", "bf16"), "--tier bf16"),

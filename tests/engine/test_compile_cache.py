@@ -285,13 +285,13 @@ def test_the_key_of_a_kernel_changes_with_everything_that_its_code_depends_on(mo
             build()
     original = host_compiler.source_text
     with monkeypatch.context() as m:  # a changed header of the runtime
-        m.setattr("kdtr_cli.engine.host_compiler.source_text", lambda f: original(f) + "\n// changed\n")
+        m.setattr("kdtr_cli.engine.host_compiler.source_text", lambda *f: original(*f) + "\n// changed\n")
         build()
     with monkeypatch.context() as m:  # a changed builder
         m.setattr("kdtr_cli.engine.devices.cpu.builder_text", lambda: "changed")
         build()
     with monkeypatch.context() as m:  # a changed runtime
-        m.setattr("kdtr_cli.engine.devices.cpu.source_text", lambda f: original(f) + "\n// changed\n")
+        m.setattr("kdtr_cli.engine.devices.cpu.source_text", lambda *f: original(*f) + "\n// changed\n")
         build()
     host_compiler._find.cache_clear()
     assert len(set(paths)) == len(paths) - 1

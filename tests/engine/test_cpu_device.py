@@ -10,9 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kdtr_cli.engine.compile import source_text
 from kdtr_cli.engine.devices import open_device
 from kdtr_cli.engine.devices.cpu import CpuDevice
 from kdtr_cli.engine.devices.gpu import NO_DRIVER
+from kdtr_cli.engine.host_compiler import kernel_text
+from kdtr_cli.engine.launch import Launcher
 from kdtr_cli.errors import DeviceError, InputError
 
 CU = Path(__file__).parent / "cu"
@@ -352,3 +355,37 @@ def test_settings_out_of_range_are_refused(how, says):
 def test_an_unknown_device_is_refused():
     with pytest.raises(InputError, match="unknown device 'tpu': use auto, gpu or cpu"):
         open_device("tpu")
+
+
+# ---- other texts for kernel files ------------------------------------------------------------------------------------
+
+
+def test_a_replaced_file_is_compiled_on_its_own_device_alone():
+    """Beside it, and in the cache, the file of that name stays what it is."""
+    text = source_text("combine.cu")
+    assert text.count("residual[row * n + i] + sum") == 1
+    replaced = {"combine.cu": text.replace("residual[row * n + i] + sum", "residual[row * n + i] - sum")}
+
+    def combined(device):
+        y = device.alloc("y", (1, 2), f32)
+        arrays = {"expert": np.ones((1, 1, 2)), "weights": np.full((1, 1), 3), "residual": np.full((1, 2), 10)}
+        given = {name: device.upload(name, value.astype(f32)) for name, value in arrays.items()}
+        Launcher(device)("combine", **given, shared=None, y=y, rows=1, slots=1, n=2)
+        return device.read(y).tolist()
+
+    with open_device("cpu", replaced=replaced) as other, open_device("cpu") as device:
+        assert combined(other) == [[7, 7]]
+        assert combined(device) == [[13, 13]]
+
+
+def test_a_file_elsewhere_is_not_replaced_whatever_it_is_called(tmp_path):
+    (tmp_path / "combine.cu").write_text("mine\n")
+    assert "mine" in kernel_text(tmp_path / "combine.cu", {"combine.cu": "other"})
+    assert kernel_text("combine.cu", {"combine.cu": "other"}).endswith("\nother")
+
+
+def test_a_replaced_text_that_does_not_compile_is_said_with_its_line():
+    broken = {"combine.cu": '#line 1 "combine.cu"\nextern "C" __global__ void combine() { no_such_name; }'}
+    says = r"combine\.cu:1: .*no_such_name"
+    with open_device("cpu", replaced=broken) as device, pytest.raises(DeviceError, match=says):
+        device.compile(broken)

@@ -319,7 +319,7 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("pick", "named"),
         [
-            (lambda w: (w.layers[0].qkv_a.w, 5), r"model\.layers\.0\.self_attn\.q_latent"),
+            (lambda w: (w.layers[0].qkv_a.w, 5), r"model\.layers\.0\.self_attn\.qkv_a"),
             (lambda w: (w.layers[0].o.w, 3 * 64), r"model\.layers\.0\.self_attn\.hidden"),
             (lambda w: (w.layers[0].down.w, 7), r"model\.layers\.0\.hidden"),
             (lambda w: (w.layers[1].kv_norm, 2), r"model\.layers\.1\.self_attn\.\w+"),

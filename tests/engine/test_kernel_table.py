@@ -287,6 +287,37 @@ def test_whole_buffers_are_compared(cpu, monkeypatch):
     assert all(r.differing >= r.compared // 2 for r in check_kernels(cpu, [KERNELS["swiglu"]]))
 
 
+def test_a_kernel_that_does_nothing_finds_no_old_answer(cpu, monkeypatch):
+    """What a kernel is to write lies poisoned before, so that none can be right by what memory still holds; but for the
+    cases where the right answer is to leave everything as it is."""
+    monkeypatch.setattr(Launcher, "__call__", lambda self, name, **values: None)
+    results = list(check_kernels(cpu, list(KERNELS.values())))
+    assert {r.kernel for r in results} == set(KERNELS)
+    assert {(r.kernel, r.label) for r in results if r.differing == 0} == {
+        ("nonfinite", "1000 elements, first at None"),
+        ("compact_cache", "the root alone"),
+        ("compact_cache", "nothing moves"),
+        ("advance_round", "all rest"),
+    }
+
+
+def test_a_kernel_that_changes_its_input_is_seen(cpu, monkeypatch):
+    launch = Launcher.__call__
+
+    def careless(self, name, **values):
+        launch(self, name, **values)
+        first = next(a.name for a in KERNELS[name].arrays() if a.role == "in" and values[a.name] is not None)
+        array = self.device.read(values[first])
+        array.reshape(-1).view(np.uint8)[-1] ^= 1
+        self.device.write(values[first], array)
+
+    monkeypatch.setattr(Launcher, "__call__", careless)
+    names = ("swiglu", "matmul_w1_m4_r2", "attn_chunks", "router", "sample_parts")
+    results = list(check_kernels(cpu, [KERNELS[n] for n in names]))
+    assert {r.kernel for r in results} == set(names)
+    assert [r.differing for r in results] == [1] * len(results)
+
+
 class TestLauncher:
     def test_refuses_what_does_not_fit(self, cpu):
         launch = Launcher(cpu)

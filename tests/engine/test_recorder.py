@@ -8,11 +8,13 @@ import pytest
 
 from kdtr_cli.bundle.reader import open_bundle
 from kdtr_cli.engine.recorder import Recorder
+from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import parse_config
 from kdtr_cli.model.fields import parse_json
 from kdtr_cli.model.presets import PRESETS, write_model
 from kdtr_cli.model.source import open_model
 from kdtr_cli.model.traces import trace_tensors
+from kdtr_cli.workflows import golden_memory
 from kdtr_cli.workflows.golden import GoldenOptions, make_golden
 from kdtr_cli.workflows.golden_rounds import DraftOptions
 from kdtr_cli.workflows.prompts import PromptOptions
@@ -79,13 +81,27 @@ def write_config(folder: Path, config: dict) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mode", ["chain", "ddtree"])
-@pytest.mark.parametrize("drafter", ["ngram", "synthetic:0.6"])
+@pytest.mark.parametrize(("mode", "drafter"), [("chain", "ngram"), ("chain", "synthetic:0.8"), ("ddtree", "ngram")])
 def test_rounds_tell_their_committed_rows_by_position(tiny, tmp_path, mode, drafter):
-    """The golden's rows are those of plain decoding: a tree's other branches show nowhere."""
     size = {"drafter": drafter, "budget": 6, "block_size": 4}
     run = tmp_path / "r.h5"
     make_run(RunOptions(tiny, run, mode, device="cpu", batch=2, prefill=4, trace="full", **size))
+    assert_same_bits(arrays(run), arrays(tiny))
+
+
+def test_of_a_tree_s_branches_the_accepted_one_is_told(tiny, tmp_path):
+    """The golden's rows are those of plain decoding: other branches show nowhere."""
+    size = {"drafter": "synthetic:0.6", "budget": 16, "block_size": 8}
+    run = tmp_path / "r.h5"
+    made = make_run(RunOptions(tiny, run, "ddtree", device="cpu", batch=2, prefill=4, trace="full", **size))
+    scattered = [
+        one.start + depth
+        for (prompt, result), rounds in zip(made.sequences, made.rounds, strict=True)
+        for one in rounds
+        for depth, node in enumerate(one.accepted.tolist())
+        if node != depth and one.start + depth < len(prompt.ids) + len(result.tokens) - 1
+    ]
+    assert scattered
     assert_same_bits(arrays(run), arrays(tiny))
 
 
@@ -139,6 +155,15 @@ def test_nothing_is_taken_from_another_path(tiny, tmp_path, monkeypatch):
     one, other = arrays(tmp_path / "r.h5")[0], arrays(tiny)[0]
     parted = {n.rpartition(".")[2] for n in other if one[n].tobytes() != other[n].tobytes()}
     assert parted == {"kv_latent", "k_rope"}
+
+
+def test_a_trace_that_does_not_fit_is_refused_before_the_run(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(golden_memory, "available", lambda: 10**5)
+    with pytest.raises(InputError, match=r"--trace full: 33 positions of this model take \d+ kB of memory"):
+        make_run(RunOptions(tiny, tmp_path / "r.h5", device="cpu", trace="full"))
+    with pytest.raises(InputError, match="--trace full"):
+        make_golden(GoldenOptions("tiny", tmp_path / "r.h5", PROMPTS, STEPS, trace="full"))
+    assert not (tmp_path / "r.h5").exists()
 
 
 def test_a_golden_in_one_arithmetic_traces_that_one(tmp_path):

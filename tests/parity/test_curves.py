@@ -29,7 +29,7 @@ class TestGroups:
     @given(
         seed=st.integers(0, 1000), n=st.integers(1, 60), entries=st.integers(1, 12), cuts=st.lists(st.integers(0, 60))
     )
-    @settings(max_examples=60)
+    @settings(deadline=None, max_examples=60)
     def test_an_entry_is_the_worst_of_its_rows_however_they_come(self, seed, n, entries, cuts):
         columns, top1, blocks = figures(seed, n)
         with pytest.MonkeyPatch.context() as patch:
@@ -63,6 +63,7 @@ class TestGroups:
         assert len(builder.curves()) == len(builder.curves().blocks) == 4
 
     @given(vocab=st.integers(1, 10**6))
+    @settings(deadline=None)
     def test_blocks_are_at_most_64_and_cover_the_vocabulary(self, vocab):
         size = curve_block_size(vocab)
         made = CurveBuilder(1, vocab).curves()

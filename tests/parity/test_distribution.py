@@ -24,10 +24,10 @@ def same(one: Distribution, other: Distribution) -> bool:
 
 class TestPercentile:
     @given(
-        values=st.lists(st.floats(0, 1e300), min_size=1, max_size=300),
+        values=st.lists(st.floats(0, 1e300, allow_subnormal=False), min_size=1, max_size=300),
         percent=st.sampled_from([0, 1, 50, 90, 99, 100]),
     )
-    @settings(max_examples=100)
+    @settings(deadline=None, max_examples=100)
     def test_is_numpys_nearest_rank_to_within_a_bin_and_never_below(self, values, percent):
         ours = distribution_of(np.array(values)).percentile(percent)
         exact = np.percentile(values, percent, method="inverted_cdf")
@@ -35,7 +35,7 @@ class TestPercentile:
         assert ours in values
 
     @given(seed=st.integers(0, 10**6), n=st.integers(1, 2000))
-    @settings(max_examples=30)
+    @settings(deadline=None, max_examples=30)
     def test_p99_of_small_numbers(self, seed, n):
         values = np.exp(np.random.default_rng(seed).normal(-20, 6, n))
         exact = np.percentile(values, 99, method="inverted_cdf")
@@ -60,6 +60,7 @@ class TestPercentile:
 
 class TestMean:
     @given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=100))
+    @settings(deadline=None)
     def test_is_the_mean(self, values):
         assert distribution_of(np.array(values)).mean == pytest.approx(math.fsum(values) / len(values), rel=1e-13)
 
@@ -72,11 +73,13 @@ class TestCuts:
         values=st.lists(st.one_of(st.floats(0, 1e9), st.sampled_from([np.nan, np.inf, 0.0])), min_size=1, max_size=80),
         cut=st.integers(0, 80),
     )
+    @settings(deadline=None)
     def test_calls_one_after_another_are_one_call(self, values, cut):
         values = np.array(values)
         assert same(distribution_of(values[cut:], distribution_of(values[:cut])), distribution_of(values))
 
     @given(parts=st.lists(st.lists(st.floats(0, 1e9), min_size=1, max_size=9), min_size=1, max_size=9), data=st.data())
+    @settings(deadline=None)
     def test_parts_add_up_in_any_order(self, parts, data):
         whole = None
         for part in parts:

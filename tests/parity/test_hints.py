@@ -13,7 +13,7 @@ from trace_cases import CONFIG, DENSE, MOE, PROMPT, noise, traced_pair
 
 from kdtr_cli.parity.hints import HINTS
 from kdtr_cli.parity.judge import judge
-from kdtr_cli.parity.tolerances import JudgeOptions
+from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.parity.verdicts import Verdict
 
 pytestmark = pytest.mark.quick
@@ -201,6 +201,17 @@ def test_two_experts_are_named():
     assert f"{a} and {b}" in found.message
 
 
+def test_one_row_that_is_off_accuses_no_expert():
+    """Of a row whose experts serve no other row, each would do."""
+    golden, run = traced_pair()
+    for side in (golden, run):
+        ids = side.one.trace[f"{MLP}expert_ids"]
+        ids[:] = np.arange(ids.shape[1])
+        ids[2] += ids.shape[1]
+    run.one.trace[f"{MLP}moe_out"][2] = noise(run.one.trace[f"{MLP}moe_out"][2])
+    assert judge(golden.evidence(), run.evidence()).sequences[0].trace.hint == "first-tensor"
+
+
 def test_rows_whose_inputs_differ_are_no_evidence():
     """The scale is wrong everywhere, and a decoded row is off before that already."""
     golden, run = traced_pair()
@@ -226,6 +237,51 @@ def test_bf16_noise_within_a_tolerance_gets_no_hint():
     perturb(run, 1e-4)
     report = judge(golden.evidence(), run.evidence(), JudgeOptions(atol=1.0, allow_loose=True))
     assert report.sequences[0].trace.hint is None
+
+
+class TestNoise:
+    """A run of fewer bits, each tensor with a rule of its own: the fault is told from the noise in it and before it."""
+
+    def judged(self, name: str | None):
+        golden, run = traced_pair()
+        trace = run.one.trace
+        if name is not None:
+            trace[SABOTAGE[name][0]] = SABOTAGE[name][1](trace[SABOTAGE[name][0]])
+        rules = []
+        for tensor, values in golden.one.trace.items():
+            if values.dtype.kind == "f":
+                trace[tensor] = noise(trace[tensor], 2e-3)
+                rules.append(TensorRule(tensor, atol=0.03 * float(np.abs(values).max())))
+        options = JudgeOptions(atol=1.0, allow_loose=True, rules=tuple(rules))
+        return judge(golden.evidence(), run.evidence(), options).sequences[0].trace
+
+    def test_noise_alone_is_within(self):
+        assert self.judged(None).first is None
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "scaling twice",
+            "a latent doubled",
+            "biased weights",
+            "other choice",
+            "query too late",
+            "border",
+            "wrong angles",
+            "no YaRN",
+            "halves",
+            "interleaved result",
+            "one expert",
+            "stale mask",
+            "latent not normalised",
+            "a key of noise",
+            "a query of noise",
+            "nibbles",
+        ],
+    )
+    def test_the_hint_is_the_same(self, name):
+        found = self.judged(name)
+        assert (found.first.name, found.hint) == (SABOTAGE[name][0], SABOTAGE[name][2]), found.message
 
 
 # ------------------------------------------------------------------------------------------------- without a trace
@@ -293,6 +349,14 @@ def test_rounds(name, code, hint):
     assert hints(golden, run) == {code: hint}
 
 
+def test_rounds_that_part_leave_no_blame_on_the_sampler():
+    """An engine that emits a bonus twice has its logits right, and its tokens wrong."""
+    golden, run = round_pair(sequences=1, steps=24)
+    run.one.tokens[5] ^= 1
+    rounds_of(run)["draft_top_logps"][1, 0, 0] -= np.float32(1e-3)
+    assert set(hints(golden, run).values()) == {"drafter"}
+
+
 def test_nonfinite():
     golden, run = golden_side(), run_side(golden_side())
     run.one.logits["engine"][2, 2] = np.nan
@@ -329,7 +393,7 @@ def test_logits_alone(change, hint):
     run.one.tokens = golden.one.tokens
     wanted = {} if hint is None else {"logits.out_of_tolerance": hint}
     if hint == "shift":
-        wanted["logits.shift"] = hint  # found by the metrics, row by row
+        wanted["logits.shift"] = hint  # the note that says what the constant is
     assert hints(golden, run) == wanted
 
 

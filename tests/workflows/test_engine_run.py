@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from kdtr_cli.bundle.reader import open_bundle
 from kdtr_cli.errors import EngineError, Exit, InputError
 from kdtr_cli.model.presets import write_model
+from kdtr_cli.parity.log_probabilities import log_softmax
 from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Verdict
 from kdtr_cli.workflows import engines
@@ -151,6 +152,23 @@ class TestBundle:
         top["top_values"] = top["top_values"] + np.float32(1e-3)
         assert diff(golden, answered(golden, tmp_path, **top)).verdict is Verdict.DIVERGED
 
+    def test_a_program_may_say_that_it_gives_log_probabilities(self, golden, tmp_path):
+        rows = log_softmax(right_answer(golden)["logits"]).astype(np.float32)
+        about = json.dumps({"values": "logprobs"})
+        path = answered(golden, tmp_path, about, logits=rows)
+        with open_bundle(path) as bundle:
+            assert bundle.manifest["values"] == "logprobs"
+        assert diff(golden, path, JudgeOptions(atol=1e-5)).verdict is Verdict.PASS
+        assert diff(golden, path, JudgeOptions(atol=1e-5, max_kl=1e-9)).verdict is Verdict.PASS
+        assert diff(golden, path).verdict is Verdict.INVALID
+        assert (
+            diff(golden, answered(golden, tmp_path, logits=rows), JudgeOptions(atol=1e-5)).verdict is Verdict.DIVERGED
+        )
+        with pytest.raises(EngineError, match="is no log-probability"):
+            answered(golden, tmp_path, about)
+        with pytest.raises(EngineError, match=r"about.values is \"odds\""):
+            answered(golden, tmp_path, '{"values": "odds"}')
+
     def test_tokens_alone_are_inconclusive(self, golden, tmp_path):
         path = answered(golden, tmp_path, logits=None)
         with open_bundle(path) as bundle:
@@ -192,6 +210,19 @@ class TestQuestion:
             assert not any(array.tobytes() in data for array in answers)
         stored = load_file(tmp_path / "seen" / "model" / "model.safetensors")
         assert {name: a.tobytes() for name, a in stored.items()} == {n: w.tobytes() for n, w in weights.items()}
+
+    def test_an_engine_that_changes_its_inputs_changes_no_question(self, tmp_path):
+        """It may overwrite all that it was given: what is judged is what the golden asked."""
+        golden = golden_of(tmp_path / "whole.h5", embed_weights=True)
+        before = golden.read_bytes()
+        answer = saved(tmp_path / "answer", right_answer(golden))
+        script = 'for f in "$2" "$(dirname "$2")"/../model/*; do head -c 99 /dev/zero > "$f"; done; cp "$3" "$1"'
+        run(golden, tmp_path / "r.h5", shell(script, answer))
+        assert golden.read_bytes() == before
+        with open_bundle(golden) as a, open_bundle(tmp_path / "r.h5") as b:
+            assert [s.prompt.tolist() for s in a.sequences] == [s.prompt.tolist() for s in b.sequences]
+            assert a.manifest["decoding"] == b.manifest["decoding"]
+        assert diff(golden, tmp_path / "r.h5").verdict is Verdict.IDENTICAL
 
     def test_the_private_folder_is_the_user_s_alone(self, golden, tmp_path):
         script = f'stat -c %a "$(dirname "$2")/.." > "{tmp_path}/mode"; cp "$3" "$1"'

@@ -138,6 +138,9 @@ class TestContent:
         with open_bundle(tmp_path / "g.h5") as bundle:
             assert bool(bundle.weight_names()) == bundle.manifest["model"]["embedded"] == summary.embedded == wanted
 
+    def test_the_limit_is_the_one_that_the_help_names(self):
+        assert workflow.EMBED_LIMIT == 64 * 10**6
+
     def test_it_verifies(self, made):
         assert verify_bundle(made[0]).problems == ()
 

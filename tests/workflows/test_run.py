@@ -1,5 +1,6 @@
 """`kdtr run` on the CPU device: what it takes from a golden, what it writes, and what it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -8,6 +9,8 @@ import pytest
 import safetensors.numpy
 
 from kdtr_cli.bundle.reader import open_bundle
+from kdtr_cli.engine.compile import source_text
+from kdtr_cli.engine.devices import open_device
 from kdtr_cli.errors import DeviceError, Exit, InputError
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.presets import write_model
@@ -98,11 +101,27 @@ class TestContent:
         assert all(about[key] == summary.device[key] for key in ("device", "driver", "compiler"))
 
     def test_the_kernel_digest_is_of_their_sources(self, monkeypatch):
-        right = workflow._kernels_sha256()
-        assert right == workflow._kernels_sha256()
+        right = workflow._kernels_sha256({})
+        assert right == workflow._kernels_sha256({})
         source_text = workflow.source_text
-        monkeypatch.setattr(workflow, "source_text", lambda file: source_text(file) + "// another")
-        assert workflow._kernels_sha256() != right
+        monkeypatch.setattr(workflow, "source_text", lambda *file: source_text(*file) + "// another")
+        assert workflow._kernels_sha256({}) != right
+
+    def test_another_job_and_other_kernels_are_what_runs_and_the_bundle_says_what_was_asked(
+        self, golden, made, tmp_path
+    ):
+        def shorter(job):
+            return replace(job, decoding=replace(job.decoding, steps=1))
+
+        text = source_text("embed.cu") + "// another"
+        options = RunOptions(golden, tmp_path / "r.h5", device="cpu")
+        workflow.run_changed(open_device("cpu", replaced={"embed.cu": text}), options, shorter)
+        with open_bundle(tmp_path / "r.h5") as changed, open_bundle(made[0]) as plain:
+            assert {len(s.tokens) for s in changed.sequences} == {1}
+            ours, theirs = dict(changed.manifest), dict(plain.manifest)
+            assert ours["decoding"] == theirs["decoding"]
+            assert ours["model"] == theirs["model"]
+            assert ours["run"]["kernels_sha256"] != theirs["run"]["kernels_sha256"]
 
     def test_batch_and_prefill_change_no_bit(self, golden, made, tmp_path):
         for options in ({"batch": 1}, {"batch": 2, "prefill": 1}, {"batch": 3, "prefill": 4}):

@@ -6,7 +6,7 @@ kernel, the block, the thread, the file and the line; a read of unwritten shared
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kdtr_cli.engine.compile import source_text
+from kdtr_cli.engine.compile import KERNELS_AS_THEY_ARE, source_text
 from kdtr_cli.engine.compile_cache import CompileCache, cache_key, open_cache
 from kdtr_cli.engine.devices.device import Arg, Device, DeviceArray, Kernel
 from kdtr_cli.engine.host_compiler import (
@@ -86,8 +86,15 @@ class CpuDevice(Device):
 
     kind = "cpu"
 
-    def __init__(self, *, threads: int | None = None, schedule: int = 0, defines: tuple[str, ...] = ()) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        *,
+        threads: int | None = None,
+        schedule: int = 0,
+        defines: tuple[str, ...] = (),
+        replaced: Mapping[str, str] = KERNELS_AS_THEY_ARE,
+    ) -> None:
+        super().__init__(replaced)
         if threads is not None and threads < 1:
             raise InputError(f"the CPU device can't run on {threads} threads; give 1 or more")
         if not 0 <= schedule < 2**32:
@@ -159,7 +166,7 @@ class CpuDevice(Device):
         return library, name
 
     def _build(self, file: str | Path) -> Path:
-        text = kernel_text(file)
+        text = kernel_text(file, self.replaced)
         key = cache_key("cpu kernels", text, builder_text(), self._runtime_name, *self._compiler_key)
         return self.cache.build(key, ".so", lambda: compile_kernels(self.compiler, text, self._runtime_name))
 

@@ -5,13 +5,14 @@ worked on; everything that can be checked without looking at the bytes is checke
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from kdtr_cli.engine.compile import KERNELS_AS_THEY_ARE
 from kdtr_cli.errors import DeviceError
 
 __all__ = ["GUARD_BYTES", "Arg", "Device", "DeviceArray", "Graph", "Kernel"]
@@ -114,7 +115,8 @@ class Device:
     kind: str
     notes: tuple[str, ...] = ()  #: lines that the user should see, such as a cache that is kept for this run only
 
-    def __init__(self) -> None:
+    def __init__(self, replaced: Mapping[str, str] = KERNELS_AS_THEY_ARE) -> None:
+        self.replaced = replaced  #: see ``open_device``
         self._buffers: list[_Buffer] = []
         self._capturing: list | None = None
         self._used: set[_Buffer] = set()

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kdtr_cli.engine.compile import (
+    KERNELS_AS_THEY_ARE,
     NVRTC_OPTIONS,
     compile_cubin,
     compile_ptx,
@@ -74,8 +75,8 @@ class GpuDevice(Device):
 
     kind = "gpu"
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, replaced: Mapping[str, str] = KERNELS_AS_THEY_ARE) -> None:
+        super().__init__(replaced)
         import cupy
 
         self._cuda = cupy.cuda
@@ -160,7 +161,7 @@ class GpuDevice(Device):
 
     def _image(self, file: str | Path) -> bytes:
         """What the driver loads: machine code, or PTX for a GPU that is newer than this NVRTC."""
-        text = source_text(file)
+        text = source_text(file, self.replaced)
         known = nvrtc_architectures()
         number = int(self.arch.removeprefix("sm_"))
         if number in known:
