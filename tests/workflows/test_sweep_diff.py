@@ -145,7 +145,7 @@ class TestRun:
             run_sweep(copy / "g", copy / "r")
 
     def test_other_kernels_are_another_sweep(self, copy, monkeypatch):
-        monkeypatch.setattr("kdtr_cli.workflows.run._kernels_sha256", lambda: "e" * 64)
+        monkeypatch.setattr("kdtr_cli.workflows.run._kernels_sha256", lambda replaced: "e" * 64)
         with pytest.raises(InputError, match=r"holds another sweep: run\.kernels_sha256 is"):
             run_sweep(copy / "g", copy / "r")
 
