@@ -8,7 +8,7 @@ import numpy as np
 from kdtr_cli.engine.kernel_case import Case, normal, poison
 from kdtr_cli.engine.kernels import CHUNK, SEGMENT
 
-__all__ = ["attn_chunks", "attn_combine", "attn_scores"]
+__all__ = ["attn_chunks", "attn_combine", "attn_scores", "mla_inputs"]
 
 f32, i32 = np.float32, np.int32
 
@@ -106,6 +106,13 @@ def _inputs(rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
     ):
         label = f"{size['heads']} heads of {size['width']}, trees of {len(parents)} at {', '.join(map(str, starts))}"
         yield f"{label}{f' + {gap}' if gap else ''}", _in_trees(rng, size, starts, parents, gap)
+
+
+def mla_inputs(rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(label, arguments) of those cases whose heads share one latent key."""
+    for label, values in _inputs(rng):
+        if values["kv_heads"] == 1 and values["key_row"] == values["width"] > values["n"]:
+            yield label, values
 
 
 def attn_scores(rng: np.random.Generator) -> Iterator[Case]:

@@ -48,6 +48,9 @@ class Kernel:
     block: tuple[int, int, int] = (128, 1, 1)
     shared: Callable[[Dims], int] = lambda d: 0
     tier: str = "exact"
+    #: how far a value may be from the twin's, as a share of the largest of its row (bf16 outputs: and one rounding);
+    #: 0: not a bit
+    tolerance: float = 0.0
     #: bytes that must move through device memory and floating-point operations, for benchmarks
     bytes: Callable[[Dims], int] = lambda d: 0
     flops: Callable[[Dims], int] = lambda d: 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from kdtr_cli.engine.kernel_table import DTYPES, Arg, Dims, Kernel, args, up
 from kdtr_cli.engine.kernels_ddtree import DDTREE
+from kdtr_cli.engine.kernels_mma import MMA
 from kdtr_cli.engine.kernels_products import FORMS, PLAIN, PRODUCTS, embed, expert_matmul, matmul, matmuls
 
 __all__ = [
@@ -304,7 +305,7 @@ _TABLE = (
 )
 
 #: name → kernel
-KERNELS: dict[str, Kernel] = {k.name: k for k in (*_TABLE, *PRODUCTS, *DDTREE)}
+KERNELS: dict[str, Kernel] = {k.name: k for k in (*_TABLE, *PRODUCTS, *DDTREE, *MMA)}
 
 
 def sources() -> tuple[str, ...]:

@@ -52,7 +52,8 @@ def _words(text: str) -> list[str]:
 
 
 def _product(text: str) -> int:
-    return math.prod(int(factor) for factor in text.split("*"))
+    """The first of a kernel's launch bounds: threads; the second, blocks side by side, is the compiler's to know."""
+    return math.prod(int(factor) for factor in text.split(",")[0].split("*"))
 
 
 def _parameters(text: str) -> list[tuple[str, str]]:
@@ -74,6 +75,7 @@ KIMI = {"rows": 64, "heads": 64, "kv_heads": 1, "latent": 512, "width": 576, "ha
 KIMI |= {"n": 18432, "k": 7168, "vocab": 163840, "parts": 80, "chunks": 512, "layers": 61}
 KIMI |= {"experts": 384, "groups": 1, "slots": 8, "item_count": 512, "tile_places": 512, "tile": 4}
 KIMI |= {"group": 32, "block_rows": 128, "block_columns": 128}
+KIMI |= {"ranges": 512}
 KIMI |= {"batch": 8, "budget": 64, "nodes": 65, "block": 16, "horizon": 15, "rows_out": 65}
 LIMITS = {**KIMI, "experts": 2048, "groups": 1024, "slots": 128, "budget": 1024}
 
@@ -536,6 +538,60 @@ FAULTS = {
         "topk_final.cu",
         "sum = sum + __shfl_sync(FULL_WARP, mine, i);",
         "sum = sum + __shfl_sync(FULL_WARP, mine, 31 - i);",
+    ),
+    # tier bf16
+    "halves of a tile change places": (
+        "mma_matmul_w4_m1_t1",
+        "mma_matmul.cuh",
+        "(lane >> 2) + 8 * (c >> 1)",
+        "(lane >> 2) + 8 * (c & 1)",
+    ),
+    "a row is read past its end": ("mma_matmul_w1_m2_t1", "mma_matmul.cuh", "at + 8 <= k)", "true)"),
+    "the last unit is left out": (
+        "mma_matmul_w8_m2_t2",
+        "mma_matmul.cuh",
+        "warp + i * W < units",
+        "warp + i * W < units - 1",
+    ),
+    "sums are cut, not rounded": (
+        "mma_matmul_w16_m1_t1",
+        "mma.cuh",
+        "(bits + 0x7fff + (bits >> 16 & 1)) >> 16",
+        "bits >> 16",
+    ),
+    "gate and up change places": (
+        "mma_gate_up_w4_m2",
+        "mma_gate_up.cu",
+        "gate = sum_at<W, M>(0, j), up = sum_at<W, M>(1, j)",
+        "gate = sum_at<W, M>(1, j), up = sum_at<W, M>(0, j)",
+    ),
+    "all rows of a bf16 tile take the first item": (
+        "mma_expert_down_w4",
+        "mma_expert.cu",
+        "items[first + g] / items_a_row",
+        "items[first] / items_a_row",
+    ),
+    "bf16 experts begin a tile apart": (
+        "mma_expert_gate_up_w1",
+        "mma_expert.cu",
+        "tiles_n = (n + 15) / 16 * T",
+        "tiles_n = (n + 15) / 16",
+    ),
+    "eps outside the root of bf16": (
+        "norm16",
+        "norm16.cu",
+        "sqrtf(tree_sum(all) / (float)n + eps)",
+        "(sqrtf(tree_sum(all) / (float)n) + eps)",
+    ),
+    "the bf16 key turns back": ("kv_append16", "kv_append16.cu", "b * c + a * s", "b * c - a * s"),
+    "the bf16 query turns by its row": ("rope_query16", "rope_query16.cu", "positions[row] * half", "row * half"),
+    "the newest bf16 key is not seen": ("attn16", "attention16.cu", "position + 1 - first)", "position - first)"),
+    "tree rows of bf16 in order": ("attn16", "attention16.cu", "at < start ? at :", "true ? at :"),
+    "ranges are summed without their weights": (
+        "attn16_combine",
+        "attention16.cu",
+        "total = total + w * states",
+        "total = total + states",
     ),
 }
 
