@@ -123,6 +123,14 @@ def _norm16(rng: np.random.Generator, kernel: str) -> Iterator[Case]:
         yield Case(f"{rows}x{n} scale {scale:g}", values)
 
 
+def _round16(rng: np.random.Generator, kernel: str) -> Iterator[Case]:
+    for n in (1, 129, 5000):
+        yield Case(f"{n} elements", {"x": normal(rng, n), "y": poison(n, dtype=u16), "n": n})
+    # halves between two bf16 go to the even one; the largest goes to infinity; NaN stays one, whatever its bits
+    edge = np.array([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0xFFC00001, 0x7F800001, 0x80000001], np.uint32)
+    yield Case("halves, the largest, NaN", {"x": edge.view(f32), "y": poison(len(edge), dtype=u16), "n": len(edge)})
+
+
 def _angles(rng: np.random.Generator, positions: int, half: int) -> dict[str, np.ndarray]:
     angle = rng.uniform(0, 6.3, (positions, half))
     return {"cos": np.cos(angle).astype(f32), "sin": np.sin(angle).astype(f32)}
@@ -192,6 +200,7 @@ MMA_CASES: dict[str, Callable[[np.random.Generator, str], Iterator[Case]]] = {
     "mma_expert_gate_up": _mma_expert,
     "mma_expert_down": _mma_expert,
     "norm16": _norm16,
+    "round16": _round16,
     "kv_append16": _kv_append16,
     "rope_query16": _rope_query16,
     "attn16": _attn16,

@@ -174,6 +174,17 @@ MMA = (
         flops=lambda d: 4 * d["rows"] * d["n"],
     ),
     _bf16(
+        "round16",
+        "round16.cu",
+        """
+        in f32 x[n]
+        out bf16 y[n]
+        i64 n
+        """,
+        lambda d: (up(d["n"], 128), 1, 1),
+        bytes=lambda d: 6 * d["n"],
+    ),
+    _bf16(
         "kv_append16",
         "kv_append16.cu",
         """

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kdtr_cli.engine.devices import Device, DeviceArray
-from kdtr_cli.engine.kernels import DTYPES, KERNELS, embed, matmul
+from kdtr_cli.engine.kernels import DTYPES, KERNELS, embed, matmul, matmuls
 from kdtr_cli.engine.matrices import Matrix
 
 __all__ = ["Launcher"]
@@ -80,6 +80,10 @@ class Launcher:
             w_head=n * k if heads > 1 else 0,
             y_head=y_head,
         )
+
+    def matmul_names(self, w: Matrix, rows: int) -> set[str]:
+        """The kernels that ``matmul`` may launch for this form, for up to this many rows."""
+        return matmuls(self.device.kind, rows, w.form)
 
     def norm(
         self, x: DeviceArray, weight: DeviceArray, y: DeviceArray, rows: int, eps: float, x_row: int | None = None

@@ -22,7 +22,7 @@ from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.rope import rope_table
 
-__all__ = ["Observe", "Rows", "Transformer", "TreeRows", "prefill_rows"]
+__all__ = ["Observe", "Rows", "Transformer", "TreeRows", "ignore", "prefill_rows"]
 
 #: Called with the name and the device array of each intermediate tensor, the names of the NumPy model.
 Observe = Callable[[str, DeviceArray], None]
@@ -32,8 +32,8 @@ _PREFILL_ROWS = 64
 _PREFILL_SCRATCH = 1 << 29  # bytes of attention scratch that decide how many rows a prefill pass takes
 
 
-def _ignore(name: str, value: DeviceArray) -> None:
-    pass
+def ignore(name: str, value: DeviceArray) -> None:
+    """Looks at nothing."""
 
 
 def prefill_rows(config: ModelConfig, capacity: int) -> int:
@@ -103,7 +103,8 @@ class Transformer:
         """The kernels that a pass of this model may launch."""
         kind = self.device.kind
         drafts = {k.name for k in DDTREE}
-        names = {n for n in KERNELS if n not in drafts and not n.startswith(("matmul_", "expert_matmul_", "embed"))}
+        names = {n for n, k in KERNELS.items() if n not in drafts and k.tier == "exact"}
+        names = {n for n in names if not n.startswith(("matmul_", "expert_matmul_", "embed"))}
         names |= {embed(self.weights.embed.form)}
         for form in {m.form for m in self.weights.matrices()}:
             names |= matmuls(kind, self.rows, form)
@@ -282,7 +283,7 @@ class Transformer:
             n=hidden,
         )
 
-    def forward(self, rows: Rows, positions: int, observe: Observe = _ignore, tree: TreeRows | None = None) -> None:
+    def forward(self, rows: Rows, positions: int, observe: Observe = ignore, tree: TreeRows | None = None) -> None:
         """Feed rows; leaves the final norm's output in ``normed`` [M, hidden].
 
         ``positions`` bounds the number of positions that any row of this pass sees; it sizes the attention grids, and
@@ -330,6 +331,10 @@ class Transformer:
         x = self.normed.view(first * c.hidden_size, (count, c.hidden_size))
         self.launch.matmul(x, self.weights.lm_head, self.logits, count)
         return self.logits.view(0, (count, c.vocab_size))
+
+    def project(self, x: DeviceArray, logits: DeviceArray, count: int) -> None:
+        """Logits [count, vocab] of the rows of another's final norm, x float32 [count, hidden], count at most ``rows``."""
+        self.launch.matmul(x, self.weights.lm_head, logits, count)
 
     def choose(
         self,

@@ -50,6 +50,10 @@ def norm16(x, weight, y16, y32, n, eps, **_):
         y32[:] = y
 
 
+def round16(x, y, **_):
+    y[:] = _bits(x)
+
+
 def kv_append16(kv, weight, positions, slots, places, cos, sin, cache, latent, half, interleaved, eps, **_):
     rotated = _rotated(
         kv[:, latent : latent + 2 * half].astype(np.float64), cos[positions], sin[positions], interleaved
@@ -140,6 +144,7 @@ MMA_TWINS = {
         mma_expert_gate_up,
         mma_expert_down,
         norm16,
+        round16,
         kv_append16,
         rope_query16,
         attn16,

@@ -116,7 +116,7 @@ _ROUNDED = {"f32": (np.dtype(np.float32), 0.0), "bf16": (np.dtype(ml_dtypes.bflo
 
 
 def _close(arg: Arg, got: np.ndarray, wanted: np.ndarray, tolerance: float) -> np.ndarray:
-    """Where a value that was written is as near to the one wanted as the table asks: `tolerance` times its row's largest
+    """Where a value that was written is as near to the one wanted as the table asks: `tolerance` times its largest
     finite one. Of a narrow dtype one value in eight may also be a step away, where its sum lay between two."""
     dtype, step = _ROUNDED[arg.dtype]
     a, b = (v.view(dtype).astype(np.float64) for v in (got, wanted))

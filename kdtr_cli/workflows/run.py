@@ -157,6 +157,7 @@ def make_job(golden: Bundle, model: Model, options: RunOptions) -> Job:
         prefill=options.prefill,
         keep_prompt_logits=bool(golden.manifest.get("score", False)),
         draft=_draft(golden, model, options),
+        tier=options.tier,
     )
 
 
@@ -209,6 +210,7 @@ def _manifest(golden: Bundle, job: Job, options: RunOptions) -> dict[str, Any]:
         score=job.keep_prompt_logits,
         embedded=False,
     )
+    manifest["tier"] = job.tier
     if job.draft is not None:
         manifest["decoding"]["mode"] = options.mode
         of = (made.get("drafting") or {}).get("drafter") if job.draft.spec.kind == "replay" else None

@@ -70,6 +70,18 @@ class DeviceArray:
             )
         return DeviceArray(self.name, shape, self.dtype, self.ptr + offset * self.dtype.itemsize, self.buffer)
 
+    def as_dtype(self, dtype: np.typing.DTypeLike) -> "DeviceArray":
+        """The same bytes as another dtype, the last axis as many times shorter as its elements are wider.
+
+        DeviceError if a row does not hold whole elements.
+        """
+        dtype = np.dtype(dtype)
+        nbytes = self.shape[-1] * self.dtype.itemsize
+        if nbytes % dtype.itemsize:
+            raise DeviceError(f"{self.name} has rows of {nbytes} bytes: they are not whole {dtype} elements")
+        shape = (*self.shape[:-1], nbytes // dtype.itemsize)
+        return DeviceArray(self.name, shape, dtype, self.ptr, self.buffer)
+
 
 #: A kernel argument: an array of the device, a NumPy scalar of the parameter's exact width, or None for a null pointer.
 Arg = DeviceArray | np.generic | None
