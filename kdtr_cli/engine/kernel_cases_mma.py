@@ -7,10 +7,10 @@ import numpy as np
 
 from kdtr_cli.engine.fragments import pack_fragments, pack_pairs
 from kdtr_cli.engine.kernel_case import Case, normal, poison
-from kdtr_cli.engine.kernel_cases_attention import mla_inputs
+from kdtr_cli.engine.kernel_cases_attention import BUSHY, in_order, in_trees, mla, mla_inputs
 from kdtr_cli.engine.kernel_cases_products import expert_values
 from kdtr_cli.engine.kernel_cases_weights import bits_of
-from kdtr_cli.engine.kernels_mma import RANGE, fixed_k
+from kdtr_cli.engine.kernels_mma import MLA_LATENT, MLA_WIDTH, RANGE, fixed_k, mla_ranges
 
 __all__ = ["MMA_CASES"]
 
@@ -193,6 +193,34 @@ def _attn16_combine(rng: np.random.Generator, kernel: str) -> Iterator[Case]:
         yield Case(f"{heads} heads of {n}, positions {positions}", values)
 
 
+#: positions of the rows: around a tile, a range, and where ranges grow
+_MLA = ((0,), (31, 32, 63), (127, 128, 500), (2047, 2048), (2300, 7))
+
+
+def _mla_decode(rng: np.random.Generator, kernel: str) -> Iterator[Case]:
+    sizes = mla(16, MLA_LATENT, MLA_WIDTH - MLA_LATENT)
+    inputs = [(f"positions {p}", in_order(rng, sizes, p)) for p in _MLA]
+    inputs += [
+        (f"trees at {starts}", in_trees(rng, sizes, starts, BUSHY, gap)) for starts, gap in (((0, 5), 0), ((126,), 3))
+    ]
+    for label, v in inputs:
+        rows, ranges = v["rows"], mla_ranges(v["capacity"])
+        v |= {"query": _rows(rng, rows, 16 * MLA_WIDTH).reshape(rows, 16, -1), "cache": bits_of(v["cache"], "bf16")}
+        v |= {"states": poison(rows, 16, ranges, 2), "vectors": poison(rows, 16, ranges, MLA_LATENT)}
+        yield Case(label, {**v, "ranges": ranges, "scale": 0.2})
+
+
+def _mla_combine(rng: np.random.Generator, kernel: str) -> Iterator[Case]:
+    for heads, positions in ((16, (0,)), (16, (127, 128)), (64, (2047, 2048, 16384))):
+        ranges = mla_ranges(max(positions) + 1)
+        rows = len(positions)
+        states = normal(rng, rows, heads, ranges, 2) * f32(3)
+        states[..., 1] = 1 + np.abs(states[..., 1])
+        values = {"states": states, "vectors": normal(rng, rows, heads, ranges, MLA_LATENT)}
+        values |= {"positions": np.array(positions, i32), "o": poison(rows, heads, MLA_LATENT, dtype=u16)}
+        yield Case(f"{heads} heads, positions {positions}", {**values, "rows": rows, "heads": heads, "ranges": ranges})
+
+
 #: twin → maker of its kernels' cases, by the kernel's name
 MMA_CASES: dict[str, Callable[[np.random.Generator, str], Iterator[Case]]] = {
     "mma_matmul": _mma_matmul,
@@ -205,4 +233,6 @@ MMA_CASES: dict[str, Callable[[np.random.Generator, str], Iterator[Case]]] = {
     "rope_query16": _rope_query16,
     "attn16": _attn16,
     "attn16_combine": _attn16_combine,
+    "mla_decode": _mla_decode,
+    "mla_combine": _mla_combine,
 }

@@ -308,9 +308,9 @@ _TABLE = (
 KERNELS: dict[str, Kernel] = {k.name: k for k in (*_TABLE, *PRODUCTS, *DDTREE, *MMA)}
 
 
-def sources() -> tuple[str, ...]:
-    """Every .cu file of the table, once, in table order."""
-    return tuple(dict.fromkeys(k.file for k in KERNELS.values()))
+def sources(kind: str = "gpu") -> tuple[str, ...]:
+    """Every .cu file of the table that devices of this kind can compile, once, in table order."""
+    return tuple(dict.fromkeys(k.file for k in KERNELS.values() if kind == "gpu" or not k.gpu_only))
 
 
 def most_tiles(items: int, experts: int, tile: int) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from kdtr_cli.engine.kernel_table import Dims, Kernel, args, up
 
-__all__ = ["MMA", "RANGE", "fixed_k", "mma_expert", "mma_gate_up", "mma_matmul", "warps"]
+__all__ = ["MLA_LATENT", "MLA_WIDTH", "MMA", "RANGE", "fixed_k", "has_mla", "mla_ranges", "mma_expert", "mma_gate_up"]
+__all__ += ["mma_matmul", "warps"]
 
 RANGE = 256  # positions of one range of the attention (attention16.cu)
 
@@ -24,6 +25,10 @@ _EXPERT_DOWN_K = {1: (), 4: (2048,), 8: ()}
 #: of the largest value of a row: float32 sums of up to 18432 products in any order; with exponentials that may round to
 #: the other bf16
 _SUMS, _SOFTMAX = 2.0**-18, 2.0**-8
+
+#: what mla_decode.cu is made for: latent and rotary width, and heads of a block
+MLA_LATENT, MLA_WIDTH, _MLA_HEADS = 512, 576, 16
+_MLA_SHARED = 2 * 32 * 1168 + 16 * 1152 + 16 * 64 + 4 * 128 + 16  # SHARED there
 
 
 def warps(n: int, k: int) -> int:
@@ -60,6 +65,18 @@ def mma_expert(part: str, k: int) -> str:
     return _named(f"mma_expert_{part}", f"w{w}", k, (_EXPERT_GATE_UP_K if part == "gate_up" else _EXPERT_DOWN_K)[w])
 
 
+def has_mla(kind: str, heads: int, latent: int, rope: int) -> bool:
+    """Whether mla_decode.cu serves a model's attention on a device of this kind; part of the numerics there."""
+    return kind == "gpu" and heads % _MLA_HEADS == 0 and (latent, latent + rope) == (MLA_LATENT, MLA_WIDTH)
+
+
+def mla_ranges(positions: int) -> int:
+    """The most ranges that rows which see up to this many positions have (range_size in mla_decode.cu)."""
+    if positions <= 2048:
+        return up(positions, 128)
+    return max(16, up(positions, 256)) if positions <= 16384 else max(64, up(positions, 512))
+
+
 def _named(kernel: str, variant: str, k: int, fixed: tuple[int, ...]) -> str:
     return f"{kernel}_{variant}_k{k}" if k in fixed else f"{kernel}_{variant}"
 
@@ -71,7 +88,9 @@ def fixed_k(kernel: str) -> int | None:
 
 
 def _bf16(name: str, file: str, text: str, grid: Callable[[Dims], tuple], twin: str = "", **more) -> Kernel:
-    return Kernel(name, file, args(text), grid, twin or name, tier="bf16", **{"tolerance": _SUMS, **more})
+    return Kernel(
+        name, file, args(text), grid, twin or name, tier="bf16", overlaps=True, **{"tolerance": _SUMS, **more}
+    )
 
 
 def _matmul_kernel(w: int, m: int, k: int) -> Kernel:
@@ -270,5 +289,49 @@ MMA = (
         lambda d: (up(d["n"], 128), d["heads"], d["rows"]),
         bytes=lambda d: d["rows"] * d["heads"] * (4 * d["ranges"] * (d["n"] + 2) + 2 * d["n"]),
         flops=lambda d: 2 * d["rows"] * d["heads"] * d["n"] * (d["ranges"] + 1),
+    ),
+    _bf16(
+        "mla_decode",
+        "mla_decode.cu",
+        f"""
+        in bf16 query[rows, heads, {MLA_WIDTH}]
+        in bf16 cache[sequences, capacity, {MLA_WIDTH}]
+        in i32 positions[rows]
+        in i32 slots[rows]
+        in i32 tree_starts?[rows]
+        in i32 paths?[rows, path_row]
+        inout f32 states[rows, heads, ranges, 2]
+        inout f32 vectors[rows, heads, ranges, {MLA_LATENT}]
+        i32 heads
+        i32 capacity
+        i32 ranges
+        i32 path_row
+        f32 scale
+        """,
+        lambda d: (d["ranges"], d["heads"] // _MLA_HEADS, d["rows"]),
+        shared=lambda d: _MLA_SHARED,
+        tolerance=_SOFTMAX,
+        gpu_only=True,
+        bytes=lambda d: (
+            2 * d["rows"] * d["capacity"] * MLA_WIDTH + 8 * d["rows"] * d["heads"] * d["ranges"] * MLA_LATENT
+        ),
+        flops=lambda d: 2 * d["rows"] * d["heads"] * d["capacity"] * (MLA_WIDTH + MLA_LATENT),
+    ),
+    _bf16(
+        "mla_combine",
+        "mla_decode.cu",
+        f"""
+        in f32 states[rows, heads, ranges, 2]
+        in f32 vectors[rows, heads, ranges, {MLA_LATENT}]
+        in i32 positions[rows]
+        out bf16 o[rows, heads, {MLA_LATENT}]
+        i32 heads
+        i32 ranges
+        """,
+        lambda d: (d["heads"], d["rows"], 1),
+        tolerance=2.0**-10,
+        gpu_only=True,
+        bytes=lambda d: d["rows"] * d["heads"] * (4 * d["ranges"] * (MLA_LATENT + 2) + 2 * MLA_LATENT),
+        flops=lambda d: 2 * d["rows"] * d["heads"] * MLA_LATENT * d["ranges"],
     ),
 )

@@ -40,7 +40,8 @@ class Launcher:
             elif not isinstance(value, DeviceArray) or value.dtype != DTYPES[arg.dtype]:
                 raise TypeError(f"{name}: {arg.name} must be a {arg.dtype} array on the device")
             args.append(value)
-        self.device.launch(self._loaded[name], kernel.grid(values), kernel.block, args, kernel.shared(values))
+        grid, shared = kernel.grid(values), kernel.shared(values)
+        self.device.launch(self._loaded[name], grid, kernel.block, args, shared, overlap=kernel.overlaps)
 
     def embed(self, ids: DeviceArray, table: Matrix, x: DeviceArray, rows: int) -> None:
         """x = table[ids], for a table [vocab, n]."""

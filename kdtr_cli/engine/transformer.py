@@ -333,7 +333,7 @@ class Transformer:
         return self.logits.view(0, (count, c.vocab_size))
 
     def project(self, x: DeviceArray, logits: DeviceArray, count: int) -> None:
-        """Logits [count, vocab] of the rows of another's final norm, x float32 [count, hidden], count at most ``rows``."""
+        """Logits [count, vocab] of another's final rows: x float32 [count, hidden], count at most ``rows``."""
         self.launch.matmul(x, self.weights.lm_head, logits, count)
 
     def choose(

@@ -11,7 +11,7 @@ import numpy as np
 
 from kdtr_cli.engine.devices import DeviceArray
 from kdtr_cli.engine.kernels import SPAN, most_tiles
-from kdtr_cli.engine.kernels_mma import MMA, RANGE, mma_expert, mma_gate_up, mma_matmul
+from kdtr_cli.engine.kernels_mma import MMA, RANGE, has_mla, mla_ranges, mma_expert, mma_gate_up, mma_matmul
 from kdtr_cli.engine.transformer import Observe, Rows, Transformer, TreeRows, ignore
 from kdtr_cli.engine.weights_bf16 import Fragments
 
@@ -25,7 +25,8 @@ class Bf16Transformer(Transformer):
     """``weights`` are those of ``weights_bf16.upload_bf16``; all else as in ``Transformer``."""
 
     def kernel_names(self) -> list[str]:
-        names = {k.name for k in MMA if not k.name.startswith("mma_")} | set(_SHARED_WITH_EXACT)
+        other = "attn16" if self.mla else "mla_"
+        names = {k.name for k in MMA if not k.name.startswith(("mma_", other))} | set(_SHARED_WITH_EXACT)
         rows = range(1, self.rows + 1)
         for matrix in self._fragments():
             n, k = matrix.shape[-2:]
@@ -49,8 +50,9 @@ class Bf16Transformer(Transformer):
 
     def _allocate(self) -> None:
         c, m = self.config, self.rows
-        self.ranges = -(-self.capacity // RANGE)
         heads, latent, width = c.num_attention_heads, c.kv_lora_rank, c.latent_dim
+        self.mla = has_mla(self.device.kind, heads, latent, c.qk_rope_head_dim)
+        self.ranges = self._ranges(self.capacity)
         f32, i32, b16 = np.float32, np.int32, np.uint16
 
         def new(name: str, *shape: int, dtype: type = f32) -> DeviceArray:
@@ -92,6 +94,9 @@ class Bf16Transformer(Transformer):
         self.head_rows = new("head_rows", m, c.hidden_size, dtype=b16)
         self.logits = new("logits", m, c.vocab_size)
         self.part_values, self.part_indices = new("part_values", m, parts), new("part_indices", m, parts, dtype=i32)
+
+    def _ranges(self, positions: int) -> int:
+        return mla_ranges(positions) if self.mla else -(-positions // RANGE)
 
     # ------------------------------------------------------------------------------------------------ operations
 
@@ -180,24 +185,25 @@ class Bf16Transformer(Transformer):
             at |= {"tree_starts": None, "paths": None, "path_row": 0}
         else:
             at |= {"tree_starts": tree.tree_starts, "paths": tree.paths, "path_row": tree.paths.shape[-1]}
-        size = {"heads": heads, "n": latent, "ranges": ranges}
-        parts = {"states": self.states, "vectors": self.vectors}
-        self.launch(
-            "attn16",
-            query=self.query,
-            cache=cache,
-            width=width,
-            capacity=self.capacity,
-            scale=c.softmax_scale(),
-            **parts,
-            **size,
-            **at,
-        )
-        self.launch("attn16_combine", positions=rows.positions, o=self.latent_out, rows=m, **parts, **size)
+        self._attend(i, m, ranges, at)
         to_values = {"x_row": heads * latent, "x_head": latent, "y_row": heads * v, "y_head": v}
         self._product(self.latent_out, layer.w_uv, m, y16=self.values, heads=heads, **to_values)
         observe(f"{name}values", self.values)
         self._product(self.values, layer.o, m, bias=layer.o_bias, y32=self.hidden, residual=self.hidden)
+
+    def _attend(self, i: int, m: int, ranges: int, at: dict) -> None:
+        """The absorbed queries over layer i's cache -> ``latent_out``."""
+        c = self.config
+        parts = {"states": self.states, "vectors": self.vectors, "heads": c.num_attention_heads, "ranges": ranges}
+        cached = {"query": self.query, "cache": self.caches[i], "capacity": self.capacity}
+        end = {"positions": at["positions"], "o": self.latent_out, "rows": m}
+        scale = c.softmax_scale()
+        if self.mla:
+            self.launch("mla_decode", scale=np.float64(scale) * np.log2(np.e), **cached, **parts, **at)
+            self.launch("mla_combine", **end, **parts)
+        else:
+            self.launch("attn16", n=c.kv_lora_rank, width=c.latent_dim, scale=scale, **cached, **parts, **at)
+            self.launch("attn16_combine", n=c.kv_lora_rank, **end, **parts)
 
     def _experts(self, i: int, m: int, observe: Observe) -> None:
         c, layer = self.config, self.weights.layers[i]
@@ -248,7 +254,7 @@ class Bf16Transformer(Transformer):
 
     def forward(self, rows: Rows, positions: int, observe: Observe = ignore, tree: TreeRows | None = None) -> None:
         c, m = self.config, rows.tokens.size
-        ranges = min(self.ranges, -(-positions // RANGE))
+        ranges = min(self.ranges, self._ranges(positions))
         self.launch.embed(rows.tokens, self.weights.embed, self.hidden, m)
         observe("embed", self.hidden)
         for i, layer in enumerate(self.weights.layers):

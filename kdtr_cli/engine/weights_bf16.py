@@ -25,7 +25,7 @@ _WIDTH = 8  # elements that a lane reads at once
 
 @dataclass(frozen=True, eq=False)
 class Fragments:
-    """A matrix [n, k] or several [count, n, k] as mma_matmul.cuh wants them; of gate and up in turn n is that of one."""
+    """A matrix [n, k] or several [count, n, k] as mma_matmul.cuh wants them; of gate and up in turn, n is one's."""
 
     shape: tuple[int, ...]
     w: DeviceArray

@@ -69,10 +69,7 @@ def rope_query16(q, positions, cos, sin, query, heads, nope, half, latent, inter
 
 def attn16(query, cache, positions, slots, tree_starts, paths, states, vectors, n, scale, **_):
     for row, position in enumerate(positions):
-        at = np.arange(position + 1)
-        if tree_starts is not None:
-            at[tree_starts[row] :] = paths[row, : position + 1 - tree_starts[row]]
-        keys = _float64(cache[slots[row], at])
+        keys = _float64(cache[slots[row], _seen(row, position, tree_starts, paths)])
         scores = _float64(query[row]) @ keys.T * np.float64(np.float32(scale))
         for i in range(position // RANGE + 1):
             part = slice(i * RANGE, (i + 1) * RANGE)
@@ -89,6 +86,40 @@ def attn16_combine(states, vectors, positions, o, **_):
         w = np.exp(tops - tops.max(-1, keepdims=True))
         total = np.einsum("hr,hrn->hn", w, vectors[row, :, used].astype(np.float64))
         o[row] = _bits(total / (w * sums).sum(-1)[:, None])
+
+
+def _range_size(length):
+    return 128 if length <= 2048 else 256 if length <= 16384 else 512
+
+
+def mla_decode(query, cache, positions, slots, tree_starts, paths, states, vectors, scale, **_):
+    for row, position in enumerate(positions):
+        at, size = _seen(row, position, tree_starts, paths), _range_size(position + 1)
+        keys = _float64(cache[slots[row], at])
+        scores = _float64(query[row]) @ keys.T * np.float64(np.float32(scale))
+        for i in range(position // size + 1):
+            part = slice(i * size, (i + 1) * size)
+            top = scores[:, part].max(-1)
+            p = np.exp2(scores[:, part] - top[:, None])
+            states[row, :, i] = np.stack([top, p.sum(-1)], -1)
+            vectors[row, :, i] = p @ keys[part, :512]
+
+
+def mla_combine(states, vectors, positions, o, **_):
+    for row, position in enumerate(positions):
+        used = slice(position // _range_size(position + 1) + 1)
+        tops, sums = np.moveaxis(states[row, :, used].astype(np.float64), -1, 0)
+        w = np.exp2(tops - tops.max(-1, keepdims=True))
+        total = np.einsum("hr,hrn->hn", w, vectors[row, :, used].astype(np.float64))
+        o[row] = _bits(total / (w * sums).sum(-1)[:, None])
+
+
+def _seen(row, position, tree_starts, paths):
+    """Cache rows of the keys at positions 0..position that a row sees."""
+    at = np.arange(position + 1)
+    if tree_starts is not None:
+        at[tree_starts[row] :] = paths[row, : position + 1 - tree_starts[row]]
+    return at
 
 
 def _float64(bits):
@@ -149,5 +180,7 @@ MMA_TWINS = {
         rope_query16,
         attn16,
         attn16_combine,
+        mla_decode,
+        mla_combine,
     )
 }

@@ -135,7 +135,7 @@ def bench_matrices(device, copy: float) -> None:
             size = {"rows": rows, "n": n, "k": k, "heads": 1, "x_row": k, "y_row": n, "x_head": 0, "y_head": 0}
             kernel = mma_matmul(rows, n, k)
 
-            def work(x=x, y=y, size=size, kernel=kernel):
+            def work(ws=ws, x=x, y=y, size=size, kernel=kernel):
                 for w in ws:
                     launch(kernel, x=x, w=w, bias=None, residual=None, y32=y, y16=None, **size)
 
@@ -178,6 +178,28 @@ def bench_step(device, copy: float, context: int) -> None:
     step()
     graph = device.capture(step)
     us = median_us(device._stream, graph.replay, 1)
+    launch, calls = model.launch, []
+
+    class Recorder(Launcher):
+        def __call__(self, name, **values):
+            calls.append((name, values))
+
+    model.launch = Recorder(device)
+    step()
+    model.launch = launch
+    alone = {}
+    for name in dict.fromkeys(name for name, _ in calls):
+        own = [values for called, values in calls if called == name]
+
+        def again(name=name, own=own):
+            for _ in range(5):
+                for values in own:
+                    launch(name, **values)
+
+        alone[name] = (median_us(device._stream, device.capture(again).replay, 5), len(own))
+    for name, (time, times) in sorted(alone.items(), key=lambda item: -item[1][0]):
+        print(f"  {name:<28} {times:>3} x {time / times:8.2f} us")
+    print(f"  all by themselves: {sum(time for time, _ in alone.values()):.0f} us")
     assert np.isfinite(device.read(model.logits)).all()
     c, used = config, 0
     for layer in weights.layers:

@@ -247,8 +247,12 @@ class Device:
         block: int | Sequence[int],
         args: Sequence[Arg],
         shared: int = 0,
+        overlap: bool = False,
     ) -> None:
         """Runs ``kernel`` over grid × block threads; ``shared``: bytes of dynamic shared memory.
+
+        overlap: the kernel itself waits for what the one before wrote (mma.cuh), so it may begin while that one ends,
+        where the device can do so.
 
         A grid with a zero dimension launches nothing. TypeError for an argument that is not an Arg (a bare Python
         number has no width) or does not fit its parameter (on the CPU device: count, kind, width, what a pointer points
@@ -270,7 +274,7 @@ class Device:
             return
         if self._capturing is not None:
             self._used.update(a.buffer for a in args if isinstance(a, DeviceArray))
-        self._launch(kernel, grid, block, args, int(shared))
+        self._launch(kernel, grid, block, args, int(shared), overlap)
 
     def capture(self, fn: Callable[[], object]) -> Graph:
         """Records the launches that ``fn`` makes, without running them, as a Graph.
