@@ -6,13 +6,25 @@ import re
 import numpy as np
 import pytest
 
+from kdtr_cli.engine.compile import source_text
 from kdtr_cli.engine.devices import Device, open_device
 from kdtr_cli.engine.devices.gpu import gpu_missing
 from kdtr_cli.engine.fragments import pack_fragments, pack_pairs
 from kdtr_cli.engine.kernel_case import normal
 from kdtr_cli.engine.kernel_cases_weights import bits_of
+from kdtr_cli.engine.kernel_table import SHARED_LIMIT
 from kdtr_cli.engine.kernels import KERNELS
-from kdtr_cli.engine.kernels_mma import MMA, fixed_k, mma_expert, mma_gate_up, mma_matmul, warps
+from kdtr_cli.engine.kernels_mma import (
+    MMA,
+    fixed_k,
+    has_mla,
+    mla_decode,
+    mla_ranges,
+    mma_expert,
+    mma_gate_up,
+    mma_matmul,
+    warps,
+)
 from kdtr_cli.engine.launch import Launcher
 from kdtr_cli.reference.twins import TWINS
 from kdtr_cli.workflows.kernels import check_kernels
@@ -71,6 +83,27 @@ class TestChoice:
         for name in names:
             assert KERNELS[name].tier == "bf16"
             assert fixed_k(name) in (None, k)
+
+    def test_ranges_of_the_attention_have_room_at_every_length(self):
+        text = source_text("mla_decode.cu")
+        rule = "length <= 2048 ? 64 : length <= 16384 ? 128 : length <= 65536 ? 256 : 1024"
+        assert f"return {rule};" in text
+        most = 0
+        for length in (*range(1, 4200), 16384, 16385, 65536, 65537, 131072):
+            size = 64 if length <= 2048 else 128 if length <= 16384 else 256 if length <= 65536 else 1024
+            most = max(most, -(-length // size))
+            assert mla_ranges(length) == most or length > 4200
+        assert [mla_ranges(n) for n in (2048, 2049, 4097, 16384, 16385, 65536, 65537, 1 << 20)] == [
+            32, 32, 33, 128, 128, 256, 256, 1024,
+        ]  # fmt: skip
+
+    def test_the_attentions_blocks_fit_the_device_and_divide_the_heads(self):
+        assert mla_decode(1, 8192, 64, 232448) == "mla_decode_h16"
+        assert mla_decode(17, 8192, 64, 232448) == mla_decode(1, 32768, 64, 232448) == "mla_decode_h32"
+        assert mla_decode(17, 8192, 64, 101376) == mla_decode(17, 8192, 48, 232448) == "mla_decode_h16"
+        assert KERNELS["mla_decode_h16"].shared({}) <= SHARED_LIMIT < KERNELS["mla_decode_h32"].shared({}) * 2 < 232448
+        assert has_mla("gpu", 64, 512, 64)
+        assert not any((has_mla("cpu", 64, 512, 64), has_mla("gpu", 24, 512, 64), has_mla("gpu", 64, 256, 64)))
 
     def test_a_fixed_k_is_used(self):
         assert mma_matmul(1, 18432, 7168) == "mma_matmul_w8_m1_t1_k7168"
