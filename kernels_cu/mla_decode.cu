@@ -1,6 +1,6 @@
-// mla_decode.cu: absorbed attention over a bf16 latent cache of 512 + 64, on matrix units (tier bf16).
+// mla_decode.cu: absorbed attention over a bf16 latent cache of 512 + 64, on matrix units: ranges of positions, each by itself
+// (tier bf16). mla_combine.cu joins them.
 //
-// mla_decode_h16, mla_decode_h32: ranges of positions, each by itself
 // in   query     bf16 [rows, heads, 576]                   absorbed latent query | rotated query; heads a multiple of H
 //      cache     bf16 [slots, capacity, 576]               latent | rotated key
 //      positions int32 [rows], slots int32 [rows]          row i sees positions 0..positions[i] of slot slots[i]
@@ -10,33 +10,21 @@
 // out  states    float32 [rows, heads, ranges, 2]          maximum of the range's scores * log2(e), sum of 2^(score - maximum)
 //      vectors   float32 [rows, heads, ranges, 512]        sum of 2^(score - maximum) * latent
 //
-// mla_combine
-// in   states, vectors, positions
-// out  o         bf16 [rows, heads, 512]
-//
 // launch  mla_decode_hH: grid (heads / H, ranges, rows), block 128, shared memory 2 * 32 * 1168 + H * (1152 + 64 + 28) + 16: two
-//         blocks an SM of sm_90; of sm_120 one, and H = 16 alone. mla_combine: grid (heads, rows, 4), block 128, a column a thread
+//         blocks an SM of sm_90; of sm_120 one, and H = 16 alone.
 // work    a block has H heads of a row and tiles of 32 keys: scores by 8 keys a warp, vectors by 128 columns a warp. Keys are
 //         gathered by position while they are fetched, so the rows of a tree cost what others do. H = 32 reads each key half
 //         as often: from 16384 positions or several rows on. The bits are those of H = 16.
 // order   by position. Ranges of range_size(length) positions from 0 on, so a row's own length decides; in a range tiles
 //         ascending: score = (even steps of 16 elements) + (odd steps), a running maximum, 2^x rounded to bf16 before it is
-//         summed (by the same instruction, with a column of ones) and multiplied. Of the ranges, vectors ascending by fused
-//         multiply-add, sums by range modulo 128, then by a tree.
+//         summed (by the same instruction, with a column of ones) and multiplied
 // bytes   rows * heads / H * length * 1152, mostly from the second-level cache; states and vectors written and read
-#include "mma.cuh"
+#include "mla.cuh"
 
-#define LATENT 512
 #define WIDTH 576
 #define TILE 32
 #define QUERY_BYTES 1152          // a query row in shared memory, its 16-byte units swizzled by row
 #define KEY_BYTES 1168            // a key row: 16 bytes more, so that eight rows fall on different banks
-#define RANGES_AT_ONCE 128        // of mla_combine
-
-// Positions of a range for a row that sees this many.
-__device__ __forceinline__ int range_size(int length) {
-  return length <= 2048 ? 64 : length <= 16384 ? 128 : length <= 65536 ? 256 : 1024;
-}
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
@@ -48,11 +36,6 @@ __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(at));
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 __device__ __forceinline__ u32 two_bf16(float low, float high) {
   u32 r;
@@ -266,42 +249,3 @@ __device__ __forceinline__ void decode(const bf16* query, const bf16* cache, con
   }
 KERNEL(mla_decode_h16, 1)
 KERNEL(mla_decode_h32, 2)
-
-extern "C" __global__ void __launch_bounds__(128)
-    mla_combine(const float* states, const float* vectors, const int* positions, bf16* o, int heads, int ranges) {
-  __shared__ float weights[RANGES_AT_ONCE];
-  __shared__ float tops[4], totals[4];
-  const int head = blockIdx.x, row = blockIdx.y, column = blockIdx.z * 128 + threadIdx.x, t = threadIdx.x;
-  wait_for_inputs();
-  start_dependents();
-  const int length = positions[row] + 1, count = (length + range_size(length) - 1) / range_size(length);
-  const i64 first = ((i64)row * heads + head) * ranges;
-  const float2* state = (const float2*)states + first;
-  float top = -1e30f;
-  for (int r = t; r < count; r += 128) top = fmaxf(top, state[r].x);
-#pragma unroll
-  for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, o));
-  if ((t & 31) == 0) tops[t >> 5] = top;
-  __syncthreads();
-  top = fmaxf(fmaxf(tops[0], tops[1]), fmaxf(tops[2], tops[3]));
-  float total = 0.f, sum = 0.f;
-  for (int done = 0; done < count; done += RANGES_AT_ONCE) {
-    const int here = min(RANGES_AT_ONCE, count - done);
-    __syncthreads();
-    if (t < here) {
-      const float2 s = state[done + t];
-      weights[t] = exp2_fast(s.x - top);
-      total = fmaf(weights[t], s.y, total);
-    }
-    __syncthreads();
-    const float* v = vectors + (first + done) * LATENT + column;
-#pragma unroll 8
-    for (int r = 0; r < here; ++r) sum = fmaf(weights[r], v[(i64)r * LATENT], sum);
-  }
-#pragma unroll
-  for (int o = 16; o; o >>= 1) total = total + __shfl_xor_sync(FULL_WARP, total, o);
-  if ((t & 31) == 0) totals[t >> 5] = total;
-  __syncthreads();
-  total = (totals[0] + totals[1]) + (totals[2] + totals[3]);
-  o[((i64)row * heads + head) * LATENT + column] = round_bf16(sum / total);
-}

@@ -352,7 +352,7 @@ MMA = (
     *(_mla_kernel(heads) for heads in (16, 32)),
     _bf16(
         "mla_combine",
-        "mla_decode.cu",
+        "mla_combine.cu",
         f"""
         in f32 states[rows, heads, ranges, 2]
         in f32 vectors[rows, heads, ranges, {MLA_LATENT}]

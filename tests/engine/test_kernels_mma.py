@@ -85,7 +85,7 @@ class TestChoice:
             assert fixed_k(name) in (None, k)
 
     def test_ranges_of_the_attention_have_room_at_every_length(self):
-        text = source_text("mla_decode.cu")
+        text = source_text("mla.cuh")
         rule = "length <= 2048 ? 64 : length <= 16384 ? 128 : length <= 65536 ? 256 : 1024"
         assert f"return {rule};" in text
         most = 0
