@@ -26,8 +26,16 @@ __all__ += ["mma_matmul", "warps"]
 
 RANGE = 256  # positions of one range of the attention (attention16.cu)
 
-#: W → (T for a block of one tile of 8 rows, T for one of two), and the values of k that the compiler knows
-_TILES = {1: (1, 1), 4: (1, 1), 8: (1, 2), 16: (1, 1)}
+#: W → up to this many rows: tiles of 8 rows M and of 16 outputs T of a block, as measured on an H200 (docs/log.md); the
+#: last takes more rows too, reading the weights once for every 8 M
+_TILES = {
+    1: ((8, 1, 1), (16, 2, 1), (32, 4, 1)),
+    4: ((8, 1, 1), (16, 2, 1), (32, 4, 2)),
+    8: ((8, 1, 1), (16, 2, 2), (24, 3, 2), (32, 4, 2)),
+    16: ((8, 1, 1), (16, 2, 1), (32, 4, 1), (64, 4, 2)),
+}
+_PAIRED_TILES = ((8, 1), (16, 2), (32, 4))  # of gate and up: rows, M
+#: W → the values of k that the compiler knows
 _MATMUL_K = {1: (), 4: (1536, 2048), 8: (7168, 8192), 16: (7168,)}
 _GATE_UP_K = {1: (), 4: (), 8: (7168,)}
 _EXPERT_GATE_UP_K = {1: (), 4: (), 8: (7168,)}
@@ -64,14 +72,15 @@ def _paired_warps(k: int) -> int:
 def mma_matmul(rows: int, n: int, k: int) -> str:
     """The kernel for a product of this many rows with a matrix [n, k]."""
     w = warps(n, k)
-    m = 1 if rows <= 8 else 2
-    return _named("mma_matmul", f"w{w}_m{m}_t{_TILES[w][m - 1]}", k, _MATMUL_K[w])
+    m, t = next(((m, t) for most, m, t in _TILES[w] if rows <= most), _TILES[w][-1][1:])
+    return _named("mma_matmul", f"w{w}_m{m}_t{t}", k, _MATMUL_K[w])
 
 
 def mma_gate_up(rows: int, k: int) -> str:
     """The kernel for gate and up projection of rows of k elements."""
     w = _paired_warps(k)
-    return _named("mma_gate_up", f"w{w}_m{1 if rows <= 8 else 2}", k, _GATE_UP_K[w])
+    m = next((m for most, m in _PAIRED_TILES if rows <= most), _PAIRED_TILES[-1][1])
+    return _named("mma_gate_up", f"w{w}_m{m}", k, _GATE_UP_K[w])
 
 
 def mma_expert(part: str, k: int) -> str:
@@ -119,8 +128,7 @@ def _bf16(name: str, file: str, text: str, grid: Callable[[Dims], tuple], twin: 
     )
 
 
-def _matmul_kernel(w: int, m: int, k: int) -> Kernel:
-    t = _TILES[w][m - 1]
+def _matmul_kernel(w: int, m: int, t: int, k: int) -> Kernel:
     return _bf16(
         _named("mma_matmul", f"w{w}_m{m}_t{t}", k, (k,) if k else ()),
         "mma_matmul.cu",
@@ -230,8 +238,8 @@ def _mla_kernel(heads: int) -> Kernel:
 
 #: The rows of the table.
 MMA = (
-    *(_matmul_kernel(w, m, k) for w, known in _MATMUL_K.items() for k in (0, *known) for m in (1, 2)),
-    *(_gate_up_kernel(w, m, k) for w, known in _GATE_UP_K.items() for k in (0, *known) for m in (1, 2)),
+    *(_matmul_kernel(w, m, t, k) for w, known in _MATMUL_K.items() for k in (0, *known) for _, m, t in _TILES[w]),
+    *(_gate_up_kernel(w, m, k) for w, known in _GATE_UP_K.items() for k in (0, *known) for _, m in _PAIRED_TILES),
     *(_expert_kernel("gate_up", w, k) for w, known in _EXPERT_GATE_UP_K.items() for k in (0, *known)),
     *(_expert_kernel("down", w, k) for w, known in _EXPERT_DOWN_K.items() for k in (0, *known)),
     _bf16(

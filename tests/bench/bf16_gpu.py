@@ -35,7 +35,7 @@ MATRICES = (
     ("dense gate or up", 18432, 7168),
     ("lm_head", 163840, 7168),
 )
-ROWS = (1, 8, 16, 64)
+ROWS = (1, 8, 16, 17, 32, 64)
 SCALE = 192**-0.5 * np.log2(np.e)
 ROTATED_BYTES = 4e8
 
