@@ -5,6 +5,7 @@ import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -33,6 +34,10 @@ FORMATS = ("text", "json", "junit", "github")
 
 #: The options whose origin the report names.
 _RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow_loose", "steps", "select")
+_RULES += ("tolerance", "tolerance_factor")
+
+#: The bounds that `--tolerance auto` sets.
+_AUTO = ("atol", "rtol", "max_kl")
 
 
 @click.command()
@@ -42,6 +47,15 @@ _RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow
 @click.option("--rtol", type=float, help="The same, as a share of |golden|.  [default: 0 for tier exact]")
 @click.option("--max-ulp", type=click.IntRange(min=0), help="Largest distance in units of the run's storage type.")
 @click.option("--max-kl", type=float, help="Largest KL(golden || run) of a step, in nats, over the full vocabulary.")
+@click.option(
+    "--tolerance",
+    type=click.Choice(("auto",)),
+    help="The noise floor that the golden measured, times a factor, in place of --atol, --rtol and --max-kl.",
+)
+@click.option(
+    "--tolerance-factor", type=float, metavar="X", help="Of --tolerance auto.  [default: 8, for bf16 and int4 3]"
+)
+@click.option("--suggest", is_flag=True, help="Say which tolerance is the tightest that passes.")
 @click.option("--on-tie", type=click.Choice(ON_TIE), default="fail", show_default=True, help="What TIE_BREAK means.")
 @click.option("--allow-partial", is_flag=True, help="Judge by partial logits (top K, or none).")
 @click.option("--allow-loose", is_flag=True, help="Judge by a tolerance that zeros or shuffled logits would pass too.")
@@ -63,6 +77,9 @@ def diff(
     rtol: float | None,
     max_ulp: int | None,
     max_kl: float | None,
+    tolerance: str | None,
+    tolerance_factor: float | None,
+    suggest: bool,
     on_tie: str,
     allow_partial: bool,
     allow_loose: bool,
@@ -79,11 +96,12 @@ def diff(
     Exit 0: they agree. 1: they differ. 2: that can't be judged. 3: kdtr failed. The last line on standard output says
     it all in a form that stays the same (docs/judging.md).
     """
+    bounds = {"atol": atol, "rtol": rtol, "max_kl": max_kl}
+    auto = {"tolerance": tolerance, "tolerance_factor": tolerance_factor}
     options = JudgeOptions(
-        atol=atol,
-        rtol=rtol,
+        **_those_that_win(ctx, bounds | auto),
         max_ulp=max_ulp,
-        max_kl=max_kl,
+        suggest=suggest,
         on_tie=on_tie,
         allow_partial=allow_partial,
         allow_loose=allow_loose,
@@ -105,6 +123,17 @@ def diff(
                 notes().print(f"note: {note}")
     click.echo(text, nl=False)  # it flushes; `main` makes exit 3 of a standard output that can't take it
     ctx.exit(int(report.exit_code))
+
+
+def _those_that_win(ctx: click.Context, given: dict[str, Any]) -> dict[str, Any]:
+    """Between --tolerance auto and the bounds that it sets, what the command line says wins over pyproject.toml; two of
+    one place are left, and refused."""
+    here = {name for name, value in given.items() if value is not None and origin(ctx, name) == "command line"}
+    if "tolerance" in here:
+        return {name: value for name, value in given.items() if name not in _AUTO or name in here}
+    if here & set(_AUTO):
+        return {name: value for name, value in given.items() if not name.startswith("tolerance") or name in here}
+    return given
 
 
 def _judge(golden: Path, run: Path, options: JudgeOptions) -> Report:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kdtr_cli.parity.metrics import match_ids
+from kdtr_cli.parity.needs import RuleNeeds, RunningNeeds
 from kdtr_cli.parity.tolerances import Tolerance
 
 __all__ = ["BASELINES", "Baselines"]
@@ -25,24 +26,34 @@ _Pair = Callable[[int, int], tuple[np.ndarray, np.ndarray, np.ndarray | None]]
 class Baselines:
     """Fed with the golden's rows from first to last; `passed()` then names the baselines that were never refused.
 
-    A baseline that fails at one row is dropped, so that in the ordinary case only the first row costs anything.
+    A baseline that fails at one row is dropped, so that in the ordinary case only the first row costs anything. With
+    ``measure`` none is, and `needs()` says what tolerance each would need to pass at every row.
     """
 
-    def __init__(self, tolerance: Tolerance, dtype: np.dtype) -> None:
+    def __init__(self, tolerance: Tolerance, dtype: np.dtype, measure: bool = False) -> None:
         self._tolerance = tolerance
         self._dtype = dtype
         # at tolerance zero only a golden that is itself a baseline would let it pass
         self._alive = set() if tolerance.is_zero else set(BASELINES)
         self._rows = dict.fromkeys(BASELINES, 0)
+        self._needs = {name: RunningNeeds() for name in BASELINES} if measure else {}
         self._last: np.ndarray | None = None
         self._last_ids: np.ndarray | None = None
 
     def passed(self) -> tuple[str, ...]:
         return tuple(name for name in BASELINES if name in self._alive and self._rows[name])
 
+    def needs(self) -> dict[str, RuleNeeds]:
+        """What each baseline that there was a row for would need."""
+        return {name: running.needs() for name, running in self._needs.items() if running.rows}
+
+    @property
+    def _idle(self) -> bool:
+        return not self._alive and not self._needs
+
     def feed(self, golden: np.ndarray, ids: np.ndarray | None = None) -> None:
         """The next full rows [n, V]; `ids` [n, K]: only these places are compared."""
-        if not self._alive:
+        if self._idle:
             return
         permutation = _permutation(golden.shape[1])
         before, self._last = self._last, golden[-1:].copy()
@@ -66,7 +77,7 @@ class Baselines:
     def feed_top(self, ids: np.ndarray, values: np.ndarray) -> None:
         """The next rows of a top:K golden: ids and values [n, K]. Shuffled means shuffled among the K; of the previous
         row, the values of those ids that it holds too."""
-        if not self._alive:
+        if self._idle:
             return
         permutation = _permutation(values.shape[1])
         before, before_ids = self._last, self._last_ids
@@ -90,10 +101,14 @@ class Baselines:
         for name, pair in zip(BASELINES, pairs, strict=True):
             first = 1 if at_start and pair is pairs[2] else 0  # the first row of all has no row before it
             for lo, hi in ((first, first + 1), (first + 1, n)):
-                if name in self._alive and lo < min(hi, n):
+                if (name in self._alive or self._needs) and lo < min(hi, n):
                     self._hold(name, *pair(lo, min(hi, n)), full=full)
 
     def _hold(self, name: str, wrong: np.ndarray, golden: np.ndarray, counts: np.ndarray | None, *, full: bool) -> None:
+        if self._needs:
+            self._needs[name].rows_of(wrong, golden, self._dtype, counts, full)
+            if name not in self._alive:
+                return
         if counts is None:
             passes = self._tolerance.rows_pass(wrong, golden, self._dtype, full=full)
         else:

@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 
 from kdtr_cli.errors import InputError
+from kdtr_cli.parity.auto import auto_tolerance
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits
 from kdtr_cli.parity.provenance import check_kinds, compare_drafting, compare_manifests, compare_prompts
 from kdtr_cli.parity.results import Report, SequenceResult, Side
 from kdtr_cli.parity.sequence import BIT_REFERENCE, RUN_LOGITS, Terms, judge_sequence
+from kdtr_cli.parity.suggest import Suggestion, suggest
 from kdtr_cli.parity.tolerances import EXACT_TIER, JudgeOptions, Tolerance, effective_tolerance
 from kdtr_cli.parity.totals import sum_up
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict, combine, exit_code, ordered
@@ -34,16 +36,26 @@ def judge(golden: Evidence, run: Evidence, options: JudgeOptions | None = None) 
     pairs = [(index, g, by_id.get(g.id)) for index, g in chosen]
     findings += compare_prompts((g, r) for _, g, r in pairs if r is not None)
     tier = _text(run.manifest, "tier")
-    tolerance = effective_tolerance(options, tier)
+    found = auto_tolerance(options, tier, golden.manifest) if options.tolerance else effective_tolerance(options, tier)
+    tolerance = found if isinstance(found, Tolerance) else None
     reference = _reference([g for _, g, _ in pairs], tier)
-    findings += _check_tolerance(options, tolerance, tier, reference)
+    if isinstance(found, str):
+        findings.append(Finding(Level.ERROR, "tolerance.auto", found, Verdict.INVALID))
+    else:
+        findings += _check_tolerance(options, tolerance, tier, reference)
     for _, g, r in pairs:
         findings += _check_shapes(g, reference, golden.vocab_size, None)
         if r is not None:
             findings += _check_shapes(r, RUN_LOGITS, run.vocab_size, g.logits.get(reference or ""))
             findings += _check_has(g, r, reference)
     if (reason := _errors(findings)) is not None or tolerance is None:
-        return invalid(findings, options, golden, run, reason, tolerance, reference)
+        report = invalid(findings, options, golden, run, reason, tolerance, reference)
+        faults = {f.code.split(".")[0] for f in findings if f.verdict is Verdict.INVALID}
+        if options.suggest and faults == {"tolerance"}:  # all that is missing is what is asked for
+            none = dict.fromkeys(("tolerance", "tolerance_factor", "max_ulp", "max_kl"))
+            zero = judge(golden, run, replace(options, **none, atol=0.0, rtol=0.0))
+            return replace(report, suggestion=zero.suggestion)
+        return report
 
     drafting = compare_drafting(golden, run)
     if drafting.finding is not None:
@@ -78,6 +90,7 @@ def invalid(
     tokens = sum(len(s.tokens[: options.steps]) for s in sequences)
     totals = sum_up((), ())
     in_order = ordered(findings)
+    reason = reason or (in_order[0].message if in_order else "the evidence can't be judged")
     return Report(
         verdict=Verdict.INVALID,
         exit_code=exit_code(Verdict.INVALID, options.on_tie),
@@ -90,7 +103,8 @@ def invalid(
         totals=replace(totals, tokens=tokens, logits="none"),
         sequences=(),
         findings=in_order,
-        reason=reason or (in_order[0].message if in_order else "the evidence can't be judged"),
+        reason=reason,
+        suggestion=Suggestion(reason) if options.suggest else None,
     )
 
 
@@ -123,7 +137,17 @@ def _report(
         teacher_forced=terms.teacher_forced,
         rounds=rounds,
         unverified=tuple("weights" if name.startswith("weights") else "rope" for name in unverified),
+        suggestion=_suggestion(results, everything, terms.options) if terms.options.suggest else None,
     )
+
+
+def _suggestion(results: Sequence[SequenceResult], findings: Iterable[Finding], options: JudgeOptions) -> Suggestion:
+    compared = [(r.id, part) for r in results for part in (r.logits, r.prompt_logits) if part is not None]
+    found = suggest(compared, findings, options.allow_partial)
+    apart = any(r.rounds is not None and r.rounds.compared and not r.rounds.all_bits for r in results)
+    if found.reason is None and found.needed.run.atol == 0 and apart:
+        return Suggestion("the logits are equal and the rounds differ, for which tolerance 0 does not let them pass")
+    return found
 
 
 def _errors(findings: Iterable[Finding]) -> str | None:
@@ -226,7 +250,7 @@ def _check_tolerance(
 
 
 def _told(options: JudgeOptions) -> bool:
-    return any(v is not None for v in (options.atol, options.rtol, options.max_ulp, options.max_kl))
+    return any(v is not None for v in (options.tolerance, options.atol, options.rtol, options.max_ulp, options.max_kl))
 
 
 def _check_has(golden: EvidenceSequence, run: EvidenceSequence, reference: str | None) -> list[Finding]:

@@ -23,11 +23,13 @@ def missing_logits(rows_total: int) -> LogitsResult:
     return LogitsResult("none", rows_total)
 
 
-def compare_logits(golden: Logits, run: Logits, n_rows: int, rows_total: int, tolerance: Tolerance) -> LogitsResult:
+def compare_logits(
+    golden: Logits, run: Logits, n_rows: int, rows_total: int, tolerance: Tolerance, suggest: bool = False
+) -> LogitsResult:
     """Compare the first `n_rows` rows of two sets of logits of one vocabulary. `rows_total` is how many the golden has
     to be judged by: those after `n_rows` are not compared, but one that is not finite is still found. A golden value
-    that is not finite ends the comparison."""
-    tally = Tally(tolerance, run.dtype)
+    that is not finite ends the comparison. `suggest`: find out what tolerance would be needed."""
+    tally = Tally(tolerance, run.dtype, suggest)
     full = golden.rows is not None and run.rows is not None
     same = full and n_rows > 0 and _same_digest(golden, run)
     for lo, hi in _blocks(0, n_rows, _step(golden, run)):

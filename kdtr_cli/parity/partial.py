@@ -9,6 +9,7 @@ What can be said of such a row:
   the tolerance allows is out of bounds without being seen.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,6 +101,8 @@ def _measure(tally: Tally, lo: int, rest: np.ndarray, g: _Side, r: _Side) -> Non
     seen = (a_held & b_held)[rest]
     tally.values += int(seen.sum())
     out = tally.measure(lo + rest, a[rest], b[rest], ids[rest], seen)
+    if tally.needs is not None and not seen.any(axis=1).all():
+        tally.needs.refuse()  # a row of which nothing is seen on both sides
     hidden = np.zeros(len(rest), bool)
     if r.is_top:
         hidden |= _above_the_rest(tally, lo, rest, g, r, golden_above=True)
@@ -117,7 +120,8 @@ def _above_the_rest(
     The value not held is at most the K-th, t. With b = one's value (golden above) |a − b| ≥ b − t; with a = one's,
     |a − b| − rtol · |b| is least at b = t as long as rtol ≤ 1. So x − t > bound proves the miss.
     """
-    if not golden_above and (tally.tolerance.rtol or 0) > 1:
+    unproved = not golden_above and (tally.tolerance.rtol or 0) > 1
+    if unproved and tally.needs is None:
         return np.zeros(len(rest), bool)
     with np.errstate(invalid="ignore"):
         values = one.values[rest].astype(np.float64)
@@ -129,7 +133,11 @@ def _above_the_rest(
         held = match_ids(one.ids[rest], top.ids[rest])[1]
     with np.errstate(invalid="ignore", over="ignore"):
         bound = tally.tolerance.bound(values if golden_above else kth)
-        misses = ~held & (values - kth > bound)
+        misses = ~held & (values - kth > bound) & (not unproved)
+        if tally.needs is not None:
+            beside = np.where(held, 0, values if golden_above else kth)
+            enough = math.inf if golden_above else math.nextafter(1.0, 2.0)
+            tally.needs.values(values - kth, beside, None, ~held & (values > kth), enough)
     for i, j in np.argwhere(misses)[:1]:
         token = int(j if one.ids is None else one.ids[rest[i], j])
         value = float(values[i, j])

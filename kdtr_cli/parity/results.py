@@ -6,6 +6,7 @@ import numpy as np
 
 from kdtr_cli.errors import Exit
 from kdtr_cli.parity.rounds import RoundDifference
+from kdtr_cli.parity.suggest import Suggestion
 from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
 from kdtr_cli.parity.verdicts import Finding, Verdict
@@ -98,7 +99,8 @@ class Totals:
     --steps and --select). `exact`: all tokens equal, none missing, none extra. `first_divergence` is (the sequence's
     place in the golden, step), as is `first_logit_failure`, the first logit row out of tolerance;
     `first_round_difference` is (the sequence's place, round). Of `rounds_judged` rounds that were to be compared
-    `rounds_equal` are, each sequence counted up to its first difference.
+    `rounds_equal` are, each sequence counted up to its first difference. `max_share` is the largest |run − golden| /
+    (atol + rtol · |golden|).
     """
 
     tokens_equal: int = 0
@@ -128,6 +130,7 @@ class Totals:
     rounds_equal: int = 0
     first_round_difference: tuple[int, int] | None = None
     verdicts: dict[str, int] = field(default_factory=dict)
+    max_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -147,8 +150,8 @@ class Report:
     """The judgement. `mode` is the run's decoding mode; `reference` the golden's arithmetic that was compared with
     (None: none); `tolerance` the effective bounds (None: there were none to be had); `reason` the one line that made
     it INVALID or INCONCLUSIVE; `rounds` "compared", "not-compared", or None where there are none; `unverified` what no
-    side could prove ("weights", "rope"); `findings` all of them, the sequences' included, the ones that made the
-    verdict first."""
+    side could prove ("weights", "rope"); `suggestion` the tightest tolerance, where it was asked for; `findings` all of
+    them, the sequences' included, the ones that made the verdict first."""
 
     verdict: Verdict
     exit_code: Exit
@@ -165,3 +168,4 @@ class Report:
     teacher_forced: bool = False
     rounds: str | None = None
     unverified: tuple[str, ...] = ()
+    suggestion: Suggestion | None = None

@@ -11,6 +11,7 @@ import numpy as np
 
 from kdtr_cli.parity.baselines import Baselines
 from kdtr_cli.parity.metrics import abs_difference, equal_rows, kl_divergence, ulp_distance
+from kdtr_cli.parity.needs import Needed, RunningNeeds, used_share
 from kdtr_cli.parity.tolerances import Tolerance
 
 __all__ = ["LogitsResult", "Place", "Tally"]
@@ -34,6 +35,8 @@ class LogitsResult:
     compared, `rows_identical` of them equal bit for bit, `rows_out` outside a bound, `rows_unmeasured` known to have
     other bits with no values to measure them by, `rows_other_bits` known by digest to differ (measured or not).
     `max_ulp` is infinite where a value was not finite. `too_loose` names what else the tolerance lets pass.
+    `max_share` is the largest |run − golden| / (atol + rtol · |golden|); `needed`, where it was asked for, what
+    tolerance would be needed.
     """
 
     form: str
@@ -56,6 +59,8 @@ class LogitsResult:
     run_nonfinite: Place | None = None
     golden_nonfinite: Place | None = None
     too_loose: tuple[str, ...] = ()
+    max_share: float | None = None
+    needed: Needed | None = None
 
     @property
     def all_bits(self) -> bool:
@@ -77,9 +82,11 @@ class LogitsResult:
 class Tally:
     """The running totals of one comparison."""
 
-    def __init__(self, tolerance: Tolerance, dtype: np.dtype) -> None:
+    def __init__(self, tolerance: Tolerance, dtype: np.dtype, suggest: bool = False) -> None:
         self.tolerance, self.dtype = tolerance, dtype
-        self.baselines = Baselines(tolerance, dtype)
+        self.baselines = Baselines(tolerance, dtype, suggest)
+        self.needs = RunningNeeds() if suggest else None
+        self.share = 0.0
         self.identical = self.out = self.unmeasured = self.other_bits = 0
         self.values = self.values_out = 0
         self.max_abs: float | None = None
@@ -113,6 +120,8 @@ class Tally:
 
     def zero_kl(self) -> None:
         self.max_kl = 0.0 if self.max_kl is None else self.max_kl
+        if self.needs is not None:
+            self.needs.kl(np.zeros(1))
 
     def full(self, lo: int, golden: np.ndarray, run: np.ndarray) -> None:
         """The next rows [n, V] of both sides."""
@@ -149,6 +158,10 @@ class Tally:
         ulps = ulp_distance(run, golden, self.dtype)
         ok = self.tolerance.values_within(difference, golden, ulps)
         finite = np.isfinite(run)
+        if self.needs is not None:
+            self.needs.values(difference, golden, ulps, seen)
+        if self.tolerance.rtol:
+            self.share = max(self.share, used_share(difference, self.tolerance.bound(golden), seen))
         if seen is not None:
             difference, ulps = np.where(seen, difference, -1.0), np.where(seen, ulps, 0)
             ok, finite = ok | ~seen, finite | ~seen
@@ -181,6 +194,8 @@ class Tally:
         at = int(kl.argmax())
         if self.max_kl is None or _larger(float(kl[at]), self.max_kl):
             self.max_kl, self.max_kl_row = float(kl[at]), int(rows[at])
+        if self.needs is not None:
+            self.needs.kl(kl)
 
     def note_kl_out(self, rows: np.ndarray, kl: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Which rows [n] have a KL over the bound; a row that is out for a value too is not named again."""
@@ -225,7 +240,17 @@ class Tally:
             run_nonfinite=self.run_nonfinite,
             golden_nonfinite=self.golden_nonfinite,
             too_loose=self.baselines.passed(),
+            max_share=self._share(),
+            needed=None if self.needs is None else Needed(self.needs.needs(), self.baselines.needs()),
         )
+
+    def _share(self) -> float | None:
+        """How much of the bound on values was used; None where there is none, or nothing was measured."""
+        if self.max_abs is None or self.tolerance.atol is None or self.tolerance.is_zero:
+            return None
+        if self.tolerance.rtol:
+            return self.share
+        return math.inf if math.isnan(self.max_abs) else self.max_abs / self.tolerance.atol
 
 
 def _larger(new: float, old: float) -> bool:

@@ -50,6 +50,7 @@ def sum_up(results: Sequence[SequenceResult], golden: Sequence[EvidenceSequence]
             ((i, d.round) for i, one in rounds if (d := one.first_difference) is not None), None
         ),
         verdicts={v.value: n for v in Verdict if (n := sum(r.verdict is v for r in results))},
+        max_share=_worst(part.max_share for part in every),
     )
 
 
@@ -57,7 +58,7 @@ def add_totals(one: Totals, other: Totals, first: int, begun: bool = True) -> To
     """The totals of two parts together; the other's sequences begin at place ``first`` of the whole. The two forms of
     logits are the other's: they follow from all sequences (`logits_forms`). Not ``begun``: one is of nothing yet."""
     sums = {name: getattr(one, name) + getattr(other, name) for name in _SUMS}
-    worst = {name: _worst([getattr(one, name), getattr(other, name)]) for name in ("max_abs", "max_ulp", "max_kl")}
+    worst = {name: _worst([getattr(one, name), getattr(other, name)]) for name in _EXTREMES}
     places = {}
     for name in ("first_divergence", "first_logit_failure", "first_round_difference"):
         place = getattr(other, name)
@@ -74,6 +75,8 @@ def add_totals(one: Totals, other: Totals, first: int, begun: bool = True) -> To
         verdicts=verdicts,
     )
 
+
+_EXTREMES = ("max_abs", "max_ulp", "max_kl", "max_share")
 
 _SUMS = (
     "tokens_equal",

@@ -9,6 +9,7 @@ from kdtr_cli.parity.results import Report, RoundsResult, SequenceResult, Side, 
 from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import Tolerance
 from kdtr_cli.parity.verdicts import Verdict
+from kdtr_cli.report.headroom import suggestion_lines, used_line
 from kdtr_cli.report.line import safe, verdict_line
 
 __all__ = ["report_text"]
@@ -31,6 +32,9 @@ def report_text(report: Report, width: int = 100) -> str:
         counts = ", ".join(f"{n} {name}" for name, n in report.totals.verdicts.items())
         if hidden > 0:
             lines += ["", f"{hidden} more sequences are not shown; all together: {counts}"]
+    if report.suggestion is not None:
+        first, *more = suggestion_lines(report.suggestion)
+        lines += ["", f"{'suggest':<8}{safe(first)}", *(f"{'':<10}{safe(line)}" for line in more)]
     if report.findings:
         lines += ["", *_findings(report)]
     lines += ["", verdict_line(report)]
@@ -44,6 +48,8 @@ def _header(report: Report) -> Iterator[str]:
     if report.tolerance is not None:
         against = f"the golden's {report.reference} logits" if report.reference else "no logits: the golden has none"
         yield f"{'rule':<8}{_rule(report.tolerance)}, against {against}"
+        if (used := used_line(report)) is not None:
+            yield f"{'used':<8}{used}"
     o = report.options
     said = [
         f"{name} {safe(str(value))} ({safe(o.origin(name))})"
