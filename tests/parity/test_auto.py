@@ -119,3 +119,13 @@ def test_it_judges_like_the_same_bounds_given():
     assert judge(golden.evidence(), run_side(golden).evidence(), JudgeOptions(tolerance="auto")).verdict is (
         Verdict.IDENTICAL
     )
+
+
+def test_a_floor_so_high_that_zeros_pass_is_too_loose():
+    golden = golden_side()
+    golden.manifest["noise_floor"] = {"exact": {**EXACT, "max_abs": 50.0, "max_kl": 50.0}}
+    run = run_side(golden)
+    perturb(run, 1e-5)
+    report = judge(golden.evidence(), run.evidence(), JudgeOptions(tolerance="auto"))
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert "too loose" in report.reason

@@ -1,6 +1,8 @@
 """The bf16 emulation: what is rounded and what is not, and how far from float64 that leads."""
 
+import dataclasses
 from pathlib import Path
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
@@ -77,9 +79,19 @@ class Thirds:
 
 def test_products_have_bf16_weights_but_for_the_router():
     opened = open_model("tiny")
-    made = Model(opened.config, Thirds(opened.weights), Choices(), 80, bf16)
+    operands = []
+    watched = ModuleType("watched")
+    watched.__dict__.update({name: getattr(bf16, name) for name in bf16.__all__})
+    watched.linear = lambda x, w: (operands.append(is_bf16(x)), bf16.linear(x, w))[1]
+    # no shared expert, so that the routed experts' sum is seen by itself
+    config = dataclasses.replace(opened.config, n_shared_experts=0)
+    made = Model(config, Thirds(opened.weights), Choices(), 80, watched)
     rows = np.arange(20, dtype=np.int32)
-    made.logits(made.forward(Rows(rows, np.zeros_like(rows), rows), made.cache([20])))
+    seen: dict[str, np.ndarray] = {}
+    made.logits(made.forward(Rows(rows, np.zeros_like(rows), rows), made.cache([20]), seen.__setitem__))
+    assert all(operands)
+    assert is_bf16(seen["embed"])
+    assert all(is_bf16(value) for name, value in seen.items() if name.endswith("moe_out"))
     kept = made.packed._kept
     matrices = {key if isinstance(key, str) else key[0]: value for key, value in kept.items()}
     products = {n: w for n, w in matrices.items() if isinstance(w, list) or (w.ndim == 2 and "embed" not in n)}
