@@ -27,16 +27,18 @@ class Baselines:
     """Fed with the golden's rows from first to last; `passed()` then names the baselines that were never refused.
 
     A baseline that fails at one row is dropped, so that in the ordinary case only the first row costs anything. With
-    ``measure`` none is, and `needs()` says what tolerance each would need to pass at every row.
+    ``run``, the needs of the run on the same rows so far, none is, and `needs()` says what tolerance each would need to
+    pass at every row; at least that, where it is far beyond the run's.
     """
 
-    def __init__(self, tolerance: Tolerance, dtype: np.dtype, measure: bool = False) -> None:
+    def __init__(self, tolerance: Tolerance, dtype: np.dtype, run: RunningNeeds | None = None) -> None:
         self._tolerance = tolerance
         self._dtype = dtype
         # at tolerance zero only a golden that is itself a baseline would let it pass
         self._alive = set() if tolerance.is_zero else set(BASELINES)
         self._rows = dict.fromkeys(BASELINES, 0)
-        self._needs = {name: RunningNeeds() for name in BASELINES} if measure else {}
+        self._needs = {name: RunningNeeds() for name in BASELINES} if run is not None else {}
+        self._run = run
         self._last: np.ndarray | None = None
         self._last_ids: np.ndarray | None = None
 
@@ -106,7 +108,7 @@ class Baselines:
 
     def _hold(self, name: str, wrong: np.ndarray, golden: np.ndarray, counts: np.ndarray | None, *, full: bool) -> None:
         if self._needs:
-            self._needs[name].rows_of(wrong, golden, self._dtype, counts, full)
+            self._needs[name].rows_of(wrong, golden, self._dtype, counts, full, self._run)
             if name not in self._alive:
                 return
         if counts is None:

@@ -144,9 +144,13 @@ def _report(
 def _suggestion(results: Sequence[SequenceResult], findings: Iterable[Finding], options: JudgeOptions) -> Suggestion:
     compared = [(r.id, part) for r in results for part in (r.logits, r.prompt_logits) if part is not None]
     found = suggest(compared, findings, options.allow_partial)
-    apart = any(r.rounds is not None and r.rounds.compared and not r.rounds.all_bits for r in results)
-    if found.reason is None and found.needed.run.atol == 0 and apart:
-        return Suggestion("the logits are equal and the rounds differ, for which tolerance 0 does not let them pass")
+    rounds = any(r.rounds is not None and r.rounds.compared and not r.rounds.all_bits for r in results)
+    digests = any(part.rows_other_bits for _, part in compared)
+    if found.reason is None and (rounds or digests) and 0 in (found.needed.run.atol, found.needed.run.max_ulp):
+        what = "rounds" if rounds else "digests"
+        return Suggestion(
+            f"what was compared of the logits is equal, and the {what} are not: any tolerance above 0 passes"
+        )
     return found
 
 

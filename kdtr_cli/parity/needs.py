@@ -18,6 +18,8 @@ __all__ = ["RTOLS", "Needed", "RuleNeeds", "RunningNeeds", "least_of", "most_of"
 RTOLS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 
 _FAR = 2**64 - 1  # metrics.ulp_distance: one of the two is not finite
+_LOOKED_AT = 8  # rows of a baseline that are measured whatever comes out
+_FAR_BEYOND = 16
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,10 @@ class RunningNeeds:
         ``seen``. An rtol of ``enough`` alone lets all of them pass."""
         if seen is not None:
             difference, golden = difference[seen], golden[seen]
-            ulps = None if ulps is None else ulps[seen]
+        if ulps is not None:
+            self._ulps(ulps, seen)
         if not difference.size:
             return
-        if ulps is not None:
-            most = int(ulps.max())
-            self._ulp = max(self._ulp, math.inf if most == _FAR else most)
         if not np.isfinite(difference).all():
             self.refuse()
             return
@@ -126,17 +126,43 @@ class RunningNeeds:
         self._atols[:] = math.inf
 
     def rows_of(
-        self, wrong: np.ndarray, golden: np.ndarray, dtype: np.dtype, counts: np.ndarray | None, full: bool
+        self,
+        wrong: np.ndarray,
+        golden: np.ndarray,
+        dtype: np.dtype,
+        counts: np.ndarray | None,
+        full: bool,
+        run: "RunningNeeds",
     ) -> None:
         """Whole rows [n, K] of a baseline against the golden's; ``counts``: the values that count. A row without any
-        shows the two apart."""
+        shows the two apart.
+
+        Needs only grow. One that is far beyond what the ``run`` needs of the same rows is left as it is: it is at least
+        that, and the rest of the rows would be measured for nothing.
+        """
+        far = [self.rows >= _LOOKED_AT and mine > _FAR_BEYOND * its for mine, its in self._beside(run)]
         self.rows += len(golden)
-        self.values(abs_difference(wrong, golden), golden, ulp_distance(wrong, golden, dtype), counts)
         if counts is not None and not counts.any(axis=1).all():
             self.refuse()
             self._ulp = math.inf
-        if full:
+            return
+        if not all(far[:-2]):
+            self.values(abs_difference(wrong, golden), golden, None, counts)
+        if not far[-2]:
+            self._ulps(ulp_distance(wrong, golden, dtype), counts)
+        if full and not far[-1]:
             self.kl(kl_divergence(wrong, golden))
+
+    def _beside(self, run: "RunningNeeds") -> list[tuple[float, float]]:
+        """Each need and the run's, ULPs and KL last."""
+        pairs = [(self._atol, run._atol), (self._rtol, run._rtol), *zip(self._atols, run._atols, strict=True)]
+        return [*pairs, (self._ulp, run._ulp), (self._kl or 0.0, run._kl or 0.0)]
+
+    def _ulps(self, ulps: np.ndarray, seen: np.ndarray | None = None) -> None:
+        if seen is not None:
+            ulps = ulps[seen]
+        most = int(ulps.max(initial=0))
+        self._ulp = max(self._ulp, math.inf if most == _FAR else most)
 
 
 def used_share(difference: np.ndarray, bound: np.ndarray, seen: np.ndarray | None = None) -> float:

@@ -84,8 +84,8 @@ class Tally:
 
     def __init__(self, tolerance: Tolerance, dtype: np.dtype, suggest: bool = False) -> None:
         self.tolerance, self.dtype = tolerance, dtype
-        self.baselines = Baselines(tolerance, dtype, suggest)
         self.needs = RunningNeeds() if suggest else None
+        self.baselines = Baselines(tolerance, dtype, self.needs)
         self.share = 0.0
         self.identical = self.out = self.unmeasured = self.other_bits = 0
         self.values = self.values_out = 0

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity_cases import golden_side, make_tie, perturb, run_side
+from rounds_cases import round_pair, rounds_of
 
 from kdtr_cli.parity import logits as logits_module
 from kdtr_cli.parity.combine import Combined
@@ -150,6 +151,18 @@ class TestNothingToSuggest:
             s.form = "digest"
         assert "can't be measured" in self.said(golden, run, allow_partial=True)
         assert "digests" in self.said(golden, run, atol=0.0, allow_partial=True)
+
+    def test_digests_that_differ_where_all_that_is_seen_is_equal(self):
+        golden, run = pair(size=0)
+        run.one.logits["engine"][1, golden.one.logits["exact"][1].argmin()] -= 1
+        for s in golden.seqs:
+            s.form = "top:5"
+        assert "digests are not" in self.said(golden, run, allow_partial=True)
+
+    def test_rounds_that_differ_under_equal_logits(self):
+        golden, run = round_pair()
+        rounds_of(run, 1)["draft_top_logps"][1, 0, 0] -= np.float32(1e-6)
+        assert "rounds are not" in self.said(golden, run)
 
     def test_another_model(self):
         golden, run = pair()
