@@ -111,6 +111,8 @@ def _render(out: Console, document: Mapping[str, Any]) -> None:
         "arithmetic": f"{', '.join(document['arithmetic'])} (tier {document['tier']})",
         "logits": document["logits"] + (", prompt scored" if document["score"] else ""),
     }
+    for name, floor in (document["noise_floor"] or {}).items():
+        facts[f"noise {name}"] = _pairs(floor)
     if document["drafting"] is not None:
         facts["drafting"] = _pairs(document["drafting"])
     if document["rounds"] is not None:

@@ -1,5 +1,6 @@
 """The noise floor of a golden and its emulated bf16 logits: what is stored, that nothing but the content decides it."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from click.testing import CliRunner
 
 from kdtr_cli.bundle.reader import open_bundle
 from kdtr_cli.cli.golden import golden
+from kdtr_cli.cli.inspect import inspect
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.prompts import Prompt
@@ -118,6 +120,16 @@ def test_groups_and_a_memory_limit_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(workflow, "make_budget", one_by_one)
     assert make(tmp_path / "one.h5", bf16=True, score=True).read_bytes() == want
     assert make(tmp_path / "limit.h5", bf16=True, score=True, memory_limit=10**12).read_bytes() == want
+
+
+def test_inspect_shows_it(tmp_path):
+    path = str(make(tmp_path / "g.h5", bf16=True))
+    shown = CliRunner().invoke(inspect, [path]).output
+    assert re.search(r"^noise bf16 +\S*max_abs=\S+", shown, re.M)
+    assert re.search(r"^noise exact .*max_kl=\S+.* rows=15", shown, re.M)
+    document = json.loads(CliRunner().invoke(inspect, [path, "--format", "json"]).output)
+    with open_bundle(path) as bundle:
+        assert document["noise_floor"] == bundle.manifest["noise_floor"]
 
 
 def test_float32_is_no_truth_to_measure_against(tmp_path):
