@@ -66,7 +66,7 @@ def test_each_rule_passes_and_the_next_tighter_does_not(tier, score):
     check(golden, run, report.suggestion.rules)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.floats(-8, 3),
     st.integers(0, 99),
