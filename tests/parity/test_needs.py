@@ -125,3 +125,30 @@ def test_the_share_of_a_bound():
     assert used_share(np.array([1.0]), np.array([0.0])) == math.inf
     assert used_share(np.array([np.nan]), np.array([1.0])) == math.inf
     assert used_share(np.empty(0), np.empty(0)) == 0
+
+
+def test_a_baseline_far_beyond_the_run_is_left_after_eight_rows_and_one_in_reach_is_not():
+    rng = np.random.default_rng(0)
+    golden = rng.normal(0, 3, (30, 6))
+    golden[20, 0] = 50.0  # the largest of all, after the rows that are always measured
+    want = np.abs(golden).max()
+    for noise, to_the_end in ((1e-6, False), (2.0, True)):
+        run, zeros = RunningNeeds(), RunningNeeds()
+        noisy = golden + noise * rng.choice([-1, 1], golden.shape)
+        for lo in range(30):
+            b = golden[lo : lo + 1]
+            run.values(abs_difference(noisy[lo : lo + 1], b), b, None)
+            zeros.rows_of(np.zeros_like(b), b, b.dtype, None, False, run)
+        assert zeros.rows == 30
+        found = zeros.needs().atol
+        # all of the ULPs and of the rtol of zeros are known at once: the run's rtol keeps the rest under way
+        assert (found == want) or (not to_the_end and found >= np.abs(golden[:8]).max())
+        assert found > run.needs().atol
+    run, zeros = RunningNeeds(), RunningNeeds()
+    run.values(np.full((1, 6), 1e-9), np.full((1, 6), 1.0), np.ones((1, 6), np.uint64))
+    measured = []
+    zeros._ulps = lambda *args: measured.append(1)
+    zeros._ulp = 10**6
+    for lo in range(30):
+        zeros.rows_of(np.zeros((1, 6)), golden[lo : lo + 1], golden.dtype, None, False, run)
+    assert len(measured) == 8
