@@ -12,6 +12,7 @@ from kdtr_cli.cli.sweep_options import output_option, show_sweep, sweep_options,
 from kdtr_cli.ddtree.rounds import statistics
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.traces import TRACE_LEVELS
+from kdtr_cli.workflows.decode import TIERS
 from kdtr_cli.workflows.engine_run import EngineRunOptions, make_engine_run
 from kdtr_cli.workflows.run import RunOptions, RunSummary, make_run
 from kdtr_cli.workflows.show import continuation
@@ -40,7 +41,7 @@ __all__ = ["run", "show_run"]
     type=click.Choice(("exact", "bf16", "fp16", "fp8", "int4")),
     default="exact",
     show_default=True,
-    help="The arithmetic; others than exact with --engine.",
+    help="The arithmetic; fp16, fp8 and int4 with --engine alone.",
 )
 @click.option("--model", metavar="DIR", help="The checkpoint, where the golden holds no weights.")
 @click.option("--batch", type=click.IntRange(min=1), help="Sequences decoded together.  [default: 8]")
@@ -72,8 +73,10 @@ def run(golden: Path, output: str, jobs: int | None, executor: str | None, **opt
     for name in ("engine", "timeout", "inputs"):
         if options.pop(name) is not None:
             raise InputError(f"--{name} goes with --engine")
-    if options["tier"] != "exact":
-        raise InputError(f"--tier {options['tier']}: kdtr's own engine is of tier exact; others go with --engine")
+    if options["tier"] not in TIERS:
+        raise InputError(
+            f"--tier {options['tier']}: kdtr's own engine has {' and '.join(TIERS)}; others go with --engine"
+        )
     asked = RunOptions(golden=golden, output=Path(output), **options)
     many = wanted_sweep(output, jobs, executor)
     if (many is not None) != golden.is_dir():

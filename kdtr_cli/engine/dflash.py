@@ -130,6 +130,7 @@ class DFlashDrafter:
         most = max(self.batch * (self.horizon + 1), self.target.rows)
         self.launch.load(sorted(matmuls(self.device.kind, most, "f32")))
         names = ["tap_rows", "gather_rows", "draft_qkv", "draft_rows", "topk_parts", "topk_final"]
+        names += ["rmsnorm", "swiglu", "attn_scores", "attn_chunks", "attn_combine"]  # a target of tier bf16 has none
         self.launch.load(names)
 
     def admit(self, slot: int, sequence: Sequence) -> None:
@@ -260,7 +261,7 @@ class DFlashDrafter:
             rows_out=self.horizon,
             n=c.hidden_size,
         )
-        launch.matmul(self.drafted, target.weights.lm_head, self.logits, self.batch * self.horizon)
+        target.project(self.drafted, self.logits, self.batch * self.horizon)
         self._top_k()
 
     def _attention(self, cache: DeviceArray, rows: int) -> None:

@@ -236,9 +236,13 @@ def blame(model: Transformer, rows: int, name: str, where: str) -> Observe:
         if array.dtype != np.float32:
             return
         n = array.size // model.rows * rows
-        device.write(first, np.array([np.iinfo(np.uint64).max], np.uint64))
-        model.launch("nonfinite", x=array, first=first, n=n)
-        at = int(device.read(first)[0])
+        if array.dtype == np.uint16:  # bf16
+            found = np.flatnonzero((device.read(array.view(0, (n,))) & 0x7F80) == 0x7F80)
+            at = int(found[0]) if len(found) else n
+        else:
+            device.write(first, np.array([np.iinfo(np.uint64).max], np.uint64))
+            model.launch("nonfinite", x=array, first=first, n=n)
+            at = int(device.read(first)[0])
         if at < n:
             row = at // (array.size // model.rows)
             raise DeviceError(

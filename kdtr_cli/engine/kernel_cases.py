@@ -12,6 +12,7 @@ import numpy as np
 from kdtr_cli.engine import kernel_cases_attention as attention
 from kdtr_cli.engine.kernel_case import Case, Maker, normal, poison
 from kdtr_cli.engine.kernel_cases_ddtree import DDTREE_CASES
+from kdtr_cli.engine.kernel_cases_mma import MMA_CASES
 from kdtr_cli.engine.kernel_cases_products import PRODUCT_CASES, expert_matmul
 from kdtr_cli.engine.kernels import KERNELS, SPAN
 
@@ -250,4 +251,6 @@ def cases(name: str, seed: int = 0) -> Iterator[Case]:
     if twin.startswith("expert_matmul"):
         form = twin.removeprefix("expert_matmul").removeprefix("_") or "f32"
         return expert_matmul(rng, form, 1 if "_m1_" in name else 4)
+    if twin in MMA_CASES:
+        return MMA_CASES[twin](rng, name)
     return _MAKERS[twin](rng)

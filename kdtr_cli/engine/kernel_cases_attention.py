@@ -8,12 +8,12 @@ import numpy as np
 from kdtr_cli.engine.kernel_case import Case, normal, poison
 from kdtr_cli.engine.kernels import CHUNK, SEGMENT
 
-__all__ = ["attn_chunks", "attn_combine", "attn_scores"]
+__all__ = ["BUSHY", "attn_chunks", "attn_combine", "attn_scores", "in_order", "in_trees", "mla", "mla_inputs"]
 
 f32, i32 = np.float32, np.int32
 
 #: parents of the nodes after the root: siblings, cousins and a chain that leaves the numbering's order
-_BUSHY = (0, 0, 1, 2, 0, 3, 6, 4)
+BUSHY = (0, 0, 1, 2, 0, 3, 6, 4)
 _SPINE = (0, 1, 2, 3, 4, 5, 6)
 
 
@@ -22,7 +22,8 @@ def _size(heads: int, kv_heads: int, width: int, n: int, key_row: int, key_head:
     return dict(zip(names, (heads, kv_heads, width, n, key_row, key_head), strict=True))
 
 
-def _mla(heads: int, latent: int, rope: int) -> dict[str, int]:
+def mla(heads: int, latent: int, rope: int) -> dict[str, int]:
+    """Sizes of absorbed attention."""
     return _size(heads, 1, latent + rope, latent, latent + rope, 0)
 
 
@@ -30,7 +31,7 @@ def _grouped(heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     return _size(heads, kv_heads, head_dim, head_dim, 2 * kv_heads * head_dim, head_dim)
 
 
-def _in_order(rng: np.random.Generator, size: dict[str, int], positions: tuple[int, ...]) -> dict[str, Any]:
+def in_order(rng: np.random.Generator, size: dict[str, int], positions: tuple[int, ...]) -> dict[str, Any]:
     """A row a sequence; what a row must not see is NaN."""
     rows, capacity = len(positions), max(positions) + 1
     cache = poison(rows, capacity, size["key_row"])
@@ -41,7 +42,7 @@ def _in_order(rng: np.random.Generator, size: dict[str, int], positions: tuple[i
     return {**values, **size, "rows": rows, "chunks": -(-capacity // CHUNK)}
 
 
-def _in_trees(
+def in_trees(
     rng: np.random.Generator, size: dict[str, int], starts: tuple[int, ...], parents: tuple[int, ...], gap: int = 0
 ) -> dict[str, Any]:
     """The rows of a tree a sequence: node i in cache row start + gap + i, at position start + its depth."""
@@ -80,7 +81,7 @@ def _inputs(rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
     ):
         yield (
             f"{heads} heads of {latent} + {rope}, positions {positions}",
-            _in_order(rng, _mla(heads, latent, rope), positions),
+            in_order(rng, mla(heads, latent, rope), positions),
         )
     for heads, kv_heads, head_dim, positions in (
         (4, 2, 48, (0, 33)),
@@ -91,21 +92,28 @@ def _inputs(rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
     ):
         yield (
             f"{heads} heads of {head_dim} over {kv_heads}, positions {positions}",
-            _in_order(rng, _grouped(heads, kv_heads, head_dim), positions),
+            in_order(rng, _grouped(heads, kv_heads, head_dim), positions),
         )
-    yield "rows of whole quads, one float more between them", _in_order(rng, _size(2, 1, 8, 8, 9, 0), (3, 40))
+    yield "rows of whole quads, one float more between them", in_order(rng, _size(2, 1, 8, 8, 9, 0), (3, 40))
     for size, starts, parents, gap in (
-        (_mla(4, 32, 8), (1, 3), _BUSHY, 0),
-        (_mla(3, 27, 6), (31, 32, 33), _BUSHY, 0),
-        (_mla(2, 16, 4), (255, 256, 257), _BUSHY, 0),
-        (_mla(2, 16, 4), (252, 511), _SPINE, 0),
-        (_mla(9, 20, 4), (30,), _SPINE, 0),
-        (_mla(4, 32, 8), (64,), (0,) * 33, 0),
-        (_mla(2, 12, 4), (20, 33), _BUSHY, 5),
-        (_grouped(6, 2, 8), (0, 250), _BUSHY, 0),
+        (mla(4, 32, 8), (1, 3), BUSHY, 0),
+        (mla(3, 27, 6), (31, 32, 33), BUSHY, 0),
+        (mla(2, 16, 4), (255, 256, 257), BUSHY, 0),
+        (mla(2, 16, 4), (252, 511), _SPINE, 0),
+        (mla(9, 20, 4), (30,), _SPINE, 0),
+        (mla(4, 32, 8), (64,), (0,) * 33, 0),
+        (mla(2, 12, 4), (20, 33), BUSHY, 5),
+        (_grouped(6, 2, 8), (0, 250), BUSHY, 0),
     ):
         label = f"{size['heads']} heads of {size['width']}, trees of {len(parents)} at {', '.join(map(str, starts))}"
-        yield f"{label}{f' + {gap}' if gap else ''}", _in_trees(rng, size, starts, parents, gap)
+        yield f"{label}{f' + {gap}' if gap else ''}", in_trees(rng, size, starts, parents, gap)
+
+
+def mla_inputs(rng: np.random.Generator) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(label, arguments) of those cases whose heads share one latent key."""
+    for label, values in _inputs(rng):
+        if values["kv_heads"] == 1 and values["key_row"] == values["width"] > values["n"]:
+            yield label, values
 
 
 def attn_scores(rng: np.random.Generator) -> Iterator[Case]:

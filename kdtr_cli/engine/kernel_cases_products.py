@@ -9,7 +9,7 @@ from kdtr_cli.engine.kernel_case import Case, Maker, normal, poison
 from kdtr_cli.engine.kernel_cases_weights import EVERY_VALUE, every_16_bits, stored_weights
 from kdtr_cli.engine.kernels import FORMS, PLAIN, most_tiles
 
-__all__ = ["PRODUCT_CASES", "expert_matmul"]
+__all__ = ["PRODUCT_CASES", "expert_matmul", "expert_values"]
 
 f32, i32 = np.float32, np.int32
 
@@ -115,15 +115,16 @@ def expert_matmul(rng: np.random.Generator, form: str, tile: int) -> Iterator[Ca
         ids = np.stack([rng.permutation(experts)[:slots] for _ in range(tokens)]).astype(i32).reshape(-1)
         weights = stored_weights(rng, form, (experts,), n, k, turn)
         yield Case(
-            f"{tokens} tokens on {slots} of {experts}, {k} to {n}", _expert_values(rng, ids, weights, n, k, a_row, tile)
+            f"{tokens} tokens on {slots} of {experts}, {k} to {n}", expert_values(rng, ids, weights, n, k, a_row, tile)
         )
     weights = stored_weights(rng, form, (5,), 8, 16)
-    yield Case("all items on the last expert", _expert_values(rng, np.full(11, 4, i32), weights, 8, 16, 1, tile))
+    yield Case("all items on the last expert", expert_values(rng, np.full(11, 4, i32), weights, 8, 16, 1, tile))
 
 
-def _expert_values(
+def expert_values(
     rng, ids: np.ndarray, weights: dict[str, Any], n: int, k: int, a_row: int, tile: int
 ) -> dict[str, Any]:
+    """The arguments of an expert product over the items ``ids`` int32 [items], in tiles of at most ``tile`` rows."""
     items, experts = len(ids), len(weights["w"])
     places = most_tiles(items, experts, tile)
     order = np.argsort(ids, kind="stable").astype(i32)

@@ -48,6 +48,13 @@ class Kernel:
     block: tuple[int, int, int] = (128, 1, 1)
     shared: Callable[[Dims], int] = lambda d: 0
     tier: str = "exact"
+    #: how far a value may be from the twin's, as a share of the largest of its row (bf16 outputs: and one rounding);
+    #: 0: not a bit
+    tolerance: float = 0.0
+    #: it waits for what the kernel before wrote by itself (mma.cuh), so it may begin while that one ends
+    overlaps: bool = False
+    #: its instructions have no counterpart on the CPU device: tested on a GPU alone
+    gpu_only: bool = False
     #: bytes that must move through device memory and floating-point operations, for benchmarks
     bytes: Callable[[Dims], int] = lambda d: 0
     flops: Callable[[Dims], int] = lambda d: 0

@@ -9,6 +9,7 @@ from typing import Any
 
 from kdtr_cli.engine.kernel_table import DTYPES, Arg, Dims, Kernel, args, up
 from kdtr_cli.engine.kernels_ddtree import DDTREE
+from kdtr_cli.engine.kernels_mma import MMA
 from kdtr_cli.engine.kernels_products import FORMS, PLAIN, PRODUCTS, embed, expert_matmul, matmul, matmuls
 
 __all__ = [
@@ -305,12 +306,12 @@ _TABLE = (
 )
 
 #: name → kernel
-KERNELS: dict[str, Kernel] = {k.name: k for k in (*_TABLE, *PRODUCTS, *DDTREE)}
+KERNELS: dict[str, Kernel] = {k.name: k for k in (*_TABLE, *PRODUCTS, *DDTREE, *MMA)}
 
 
-def sources() -> tuple[str, ...]:
-    """Every .cu file of the table, once, in table order."""
-    return tuple(dict.fromkeys(k.file for k in KERNELS.values()))
+def sources(kind: str = "gpu") -> tuple[str, ...]:
+    """Every .cu file of the table that devices of this kind can compile, once, in table order."""
+    return tuple(dict.fromkeys(k.file for k in KERNELS.values() if kind == "gpu" or not k.gpu_only))
 
 
 def expert_tile(rows: int) -> int:

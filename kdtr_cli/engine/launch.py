@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kdtr_cli.engine.devices import Device, DeviceArray
-from kdtr_cli.engine.kernels import DTYPES, KERNELS, embed, matmul
+from kdtr_cli.engine.kernels import DTYPES, KERNELS, embed, matmul, matmuls
 from kdtr_cli.engine.matrices import Matrix
 
 __all__ = ["Launcher"]
@@ -44,7 +44,8 @@ class Launcher:
                 raise TypeError(f"{name}: {arg.name} must be a {arg.dtype} array on the device")
             args.append(value)
         self.launched(name)
-        self.device.launch(self._loaded[name], kernel.grid(values), kernel.block, args, kernel.shared(values))
+        grid, shared = kernel.grid(values), kernel.shared(values)
+        self.device.launch(self._loaded[name], grid, kernel.block, args, shared, overlap=kernel.overlaps)
 
     def embed(self, ids: DeviceArray, table: Matrix, x: DeviceArray, rows: int) -> None:
         """x = table[ids], for a table [vocab, n]."""
@@ -84,6 +85,10 @@ class Launcher:
             w_head=n * k if heads > 1 else 0,
             y_head=y_head,
         )
+
+    def matmul_names(self, w: Matrix, rows: int) -> set[str]:
+        """The kernels that ``matmul`` may launch for this form, for up to this many rows."""
+        return matmuls(self.device.kind, rows, w.form)
 
     def norm(
         self, x: DeviceArray, weight: DeviceArray, y: DeviceArray, rows: int, eps: float, x_row: int | None = None

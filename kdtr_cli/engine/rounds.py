@@ -235,15 +235,15 @@ class _Session:
         )
         walk = {"accepted": self.accepted, "n_accepted": self.n_accepted}
         launch("accept", posterior=self.posterior, bonus=self.bonus, **walk, **tree, **shape)
-        c = model.config
+        cache = model.cache.as_dtype(np.float32)  # a copy: bf16 rows go by two elements
         launch(
             "compact_cache",
-            cache=model.cache,
+            cache=cache,
             starts=state.starts,
-            layers=c.num_hidden_layers,
+            layers=model.config.num_hidden_layers,
             sequences=model.slots,
             capacity=model.capacity,
-            width=c.latent_dim,
+            width=cache.shape[-1],
             **walk,
             **shape,
         )

@@ -114,7 +114,8 @@ class Transformer:
         """The kernels that a pass of this model may launch."""
         kind = self.device.kind
         drafts = {k.name for k in DDTREE}
-        names = {n for n in KERNELS if n not in drafts and not n.startswith(("matmul_", "expert_matmul_", "embed"))}
+        names = {n for n, k in KERNELS.items() if n not in drafts and k.tier == "exact"}
+        names = {n for n in names if not n.startswith(("matmul_", "expert_matmul_", "embed"))}
         names |= {embed(self.weights.embed.form)}
         for form in {m.form for m in self.weights.matrices()}:
             names |= matmuls(kind, self.rows, form)
@@ -345,6 +346,10 @@ class Transformer:
         x = self.normed.view(first * c.hidden_size, (count, c.hidden_size))
         self.launch.matmul(x, self.weights.lm_head, self.logits, count)
         return self.logits.view(0, (count, c.vocab_size))
+
+    def project(self, x: DeviceArray, logits: DeviceArray, count: int) -> None:
+        """Logits [count, vocab] of another's final rows: x float32 [count, hidden], count at most ``rows``."""
+        self.launch.matmul(x, self.weights.lm_head, logits, count)
 
     def choose(
         self,

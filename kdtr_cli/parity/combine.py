@@ -7,7 +7,7 @@ first to be left out of the list; totals and verdict count them all.
 from dataclasses import replace
 
 from kdtr_cli.parity.drawn import lightened
-from kdtr_cli.parity.results import Report, SequenceResult, Totals
+from kdtr_cli.parity.results import Report, SequenceResult, Side, Totals
 from kdtr_cli.parity.suggest import Suggestion, add_suggestions
 from kdtr_cli.parity.totals import add_totals, logits_forms, poorest
 from kdtr_cli.parity.traces import TraceResult
@@ -109,8 +109,8 @@ class Combined:
             base,
             verdict=verdict,
             exit_code=exit_code(verdict, base.options.on_tie),
-            golden=None if base.golden is None else replace(base.golden, name=golden),
-            run=None if base.run is None else replace(base.run, name=run),
+            golden=_side(base.golden, golden),
+            run=_side(base.run, run),
             totals=totals,
             sequences=() if refused else tuple(sorted(self._sequences, key=lambda r: r.index)),
             findings=findings,
@@ -129,6 +129,14 @@ class Combined:
             kept = ordered(self._particular)[:MAX_FINDINGS]
             self._dropped += len(self._particular) - len(kept)
             self._particular = list(kept)
+
+
+def _side(side: Side | None, name: str) -> Side | None:
+    """The sweep as a side: what is said of one shard's file alone is left out."""
+    if side is None:
+        return None
+    provenance = tuple((path, text) for path, text in side.provenance if not path.endswith("manifest_sha256"))
+    return replace(side, name=name, provenance=provenance)
 
 
 def _brief(trace: TraceResult | None) -> TraceResult | None:

@@ -25,6 +25,7 @@ HINTS = (
 )
 
 _CLOSE = 1e-5  # of a factor or a shift: float32 keeps seven digits, sums lose one or two
+_TURNED = 5e-4  # of rotated vectors: an angle in float32 loses digits with its position
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +92,9 @@ def _rope(look: Look, wrong: np.ndarray, positions: np.ndarray) -> set[str]:
     """The layout, where the right numbers stand elsewhere; else of vectors that are turned: by another position, where
     that is a whole number or position 0 is turned too; by other frequencies, where position 0 alone is right."""
     got, wanted = (a.reshape(len(a), -1)[wrong].astype(np.float64) for a in (look.got, look.wanted))
-    if is_permutation(wanted, got).all():
+    if is_permutation(wanted, got, _CLOSE, look.wanted.shape[-1]).all():
         return {"rope-layout"}
-    turned = describe_rotation(wanted, got, positions[wrong], look.rotary)
+    turned = describe_rotation(wanted, got, positions[wrong], look.rotary, _TURNED)
     if turned.shift is not None:
         return {"position"}
     first = positions == 0

@@ -52,14 +52,17 @@ def check_kinds(golden: Evidence, run: Evidence) -> Finding | None:
 
 def provenance_of(evidence: Evidence) -> tuple[tuple[str, str], ...]:
     """What a manifest says of who made this evidence, of what and how: (path, value) pairs, a value that is not there
-    left out. Whatever the manifest holds, strings come out."""
+    left out, and so are counts of what a run did (`run.statistics`). Whatever the manifest holds, strings come out."""
     pairs = []
     for path in ("producer.name", "producer.version", *(path for path, _, _ in _FIELDS)):
         pairs.append((path, _look_up(evidence.manifest, path)))
     for group in ("choices", "drafting", "run"):
         held = evidence.manifest.get(group)
         if isinstance(held, Mapping):
-            pairs += [(f"{group}.{key}", value) for key, value in held.items()]
+            pairs += sorted(
+                ((f"{group}.{key}", value) for key, value in held.items() if key != "statistics"),
+                key=lambda pair: pair[0],
+            )
     pairs.append(("manifest_sha256", evidence.manifest_sha256))
     return tuple((path, str(value)) for path, value in pairs if value is not _MISSING and value is not None)
 

@@ -12,6 +12,7 @@ from kdtr_cli.reference.attention import CHUNK, rotate
 from kdtr_cli.reference.sampling import gumbel
 from kdtr_cli.reference.transformer import route
 from kdtr_cli.reference.twins_ddtree import DDTREE_TWINS
+from kdtr_cli.reference.twins_mma import MMA_TWINS
 from kdtr_cli.reference.twins_products import PRODUCT_TWINS
 
 __all__ = ["TWINS"]
@@ -174,4 +175,4 @@ TWINS = {
         sample_final,
         nonfinite,
     )
-} | {**PRODUCT_TWINS, **DDTREE_TWINS}
+} | {**PRODUCT_TWINS, **DDTREE_TWINS, **MMA_TWINS}

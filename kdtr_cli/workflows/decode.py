@@ -11,13 +11,20 @@ from kdtr_cli.engine.generate import Request, generate
 from kdtr_cli.engine.rounds import generate_rounds
 from kdtr_cli.engine.statistics import Statistics
 from kdtr_cli.engine.transformer import Transformer, prefill_rows
+from kdtr_cli.engine.transformer_bf16 import Bf16Transformer
 from kdtr_cli.engine.weights import upload_weights
+from kdtr_cli.engine.weights_bf16 import upload_bf16
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.prompts import Decoding, Generated
 from kdtr_cli.model.source import Model
 from kdtr_cli.workflows.drafting import DrafterSpec
 
-__all__ = ["Decoded", "Draft", "Job", "decode"]
+__all__ = ["TIERS", "Decoded", "Draft", "Job", "decode"]
+
+
+#: tier → how weights are laid out, and the engine over them
+_TIERS = {"exact": (upload_weights, Transformer), "bf16": (upload_bf16, Bf16Transformer)}
+TIERS = tuple(_TIERS)  #: of kdtr's own engine
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Job:
     keep_prompt_logits: bool
     draft: Draft | None
     trace: str | None = None
+    tier: str = "exact"
 
 
 @dataclass(frozen=True)
@@ -68,9 +76,9 @@ def decode(
         capacity += 1 + max(draft.settings.nodes, draft.settings.horizon)
         rows = job.batch * (1 + draft.settings.nodes)
     prefill = job.prefill or prefill_rows(config, capacity)
-    weights = upload_weights(device, config, job.model.weights)
     size = {"rows": max(rows, prefill), "slots": job.batch, "capacity": capacity}
-    transformer = Transformer(device, config, weights, job.choices, **size)
+    upload, engine = _TIERS[job.tier]
+    transformer = engine(device, config, upload(device, config, job.model.weights), job.choices, **size)
     results: list[Decoded | None] = [None] * len(job.requests)
     for done, (index, result) in enumerate(_results(transformer, job, prefill, statistics), 1):
         results[index] = result

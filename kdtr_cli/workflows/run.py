@@ -156,6 +156,8 @@ def make_job(golden: Bundle, model: Model, options: RunOptions) -> Job:
     decoding = golden_decoding(golden.manifest["decoding"], options.steps)
     if options.teacher_force and options.mode != "ar":
         raise InputError(f"--teacher-force goes with --mode ar: in {options.mode} the engine's choices are the walk")
+    if options.trace is not None and options.tier != "exact":
+        raise InputError(f"--trace goes with --tier exact: the tensors of tier {options.tier} are not kept yet")
     requests = [
         Request(Prompt(s.id, s.prompt, s.stream), s.tokens[: decoding.steps] if options.teacher_force else None)
         for s in golden.sequences
@@ -173,6 +175,7 @@ def make_job(golden: Bundle, model: Model, options: RunOptions) -> Job:
         keep_prompt_logits=bool(golden.manifest.get("score", False)),
         draft=_draft(golden, model, options),
         trace=options.trace,
+        tier=options.tier,
     )
 
 
@@ -227,6 +230,7 @@ def _manifest(golden: Bundle, job: Job, options: RunOptions) -> dict[str, Any]:
     )
     if job.trace is not None:
         manifest["trace"] = job.trace
+    manifest["tier"] = job.tier
     if job.draft is not None:
         manifest["decoding"]["mode"] = options.mode
         of = (made.get("drafting") or {}).get("drafter") if job.draft.spec.kind == "replay" else None

@@ -273,7 +273,8 @@ class TestRefused:
             (("--engine", "command:x", "--trace", "full"), "--trace is"),
             (("--timeout", 3), "--timeout goes with --engine"),
             (("--inputs", "hdf5"), "--inputs goes with --engine"),
-            (("--tier", "bf16"), "--tier bf16"),
+            (("--tier", "fp16"), "--tier fp16"),
+            (("--tier", "bf16", "--trace", "full"), "--trace goes with --tier exact"),
             (("--engine", "command:x", "--timeout", 0), "--timeout"),
         ],
     )

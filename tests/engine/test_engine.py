@@ -44,7 +44,7 @@ class Loaded:
 @pytest.fixture(scope="module")
 def device():
     with open_device("cpu") as d:
-        d.compile(sources())
+        d.compile(sources("cpu"))
         yield d
 
 

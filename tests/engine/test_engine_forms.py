@@ -36,7 +36,7 @@ CAPACITY = 24
 @pytest.fixture(scope="module")
 def device():
     with open_device("cpu") as d:
-        d.compile(sources())
+        d.compile(sources("cpu"))
         yield d
 
 

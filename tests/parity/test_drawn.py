@@ -89,3 +89,13 @@ def test_nothing_of_it_changes_a_verdict():
     run = run_side(golden)
     one, other = (judge(golden.evidence(), run.evidence(), JudgeOptions(keep_rounds=k)) for k in (False, True))
     assert (one.verdict, one.totals) == (other.verdict, other.totals)
+
+
+def test_a_sweep_has_no_digest_of_one_file():
+    combined = Combined()
+    golden = golden_side()
+    combined.add(judge(golden.evidence(), run_side(golden).evidence()), 0)
+    report = combined.report("g", "r")
+    for side in (report.golden, report.run):
+        assert "choices.rope_angles" in dict(side.provenance)
+        assert not [path for path, _ in side.provenance if path.endswith("manifest_sha256")]

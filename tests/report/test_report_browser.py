@@ -8,6 +8,7 @@ import pytest
 from chromium import PROGRAM, Chromium
 from report_cases import REPORTS
 
+from kdtr_cli.parity.curves import curve_block_size
 from kdtr_cli.report.html.page import report_html
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium: apt-get install chromium")
@@ -122,9 +123,11 @@ def test_keys_move_over_the_heat_map(browser, pages):
     browser.press("Home", 36)
     browser.press("w", 87, "w")
     assert browser.run(read).startswith("step 0")
-    assert "ids 128–143: 0.00" in browser.run(read)
+    size = curve_block_size(512)
+    assert 128 % size == 0
+    assert f"ids 128–{127 + size}: 0.00" in browser.run(read)
     browser.press("ArrowDown", 40)
-    assert "ids 144–159" in browser.run(read)
+    assert f"ids {128 + size}–{127 + 2 * size}" in browser.run(read)
     browser.press("End", 35)
     assert browser.run(read).startswith("step 23")
     assert "logits not compared" in browser.run(read)

@@ -14,6 +14,7 @@ import pytest
 from report_cases import NASTY, REPORTS, many
 
 from kdtr_cli.parity.drawn import MAX_DRAWN
+from kdtr_cli.parity.tolerances import TensorRule
 from kdtr_cli.report.headroom import suggestion_lines, used_line
 from kdtr_cli.report.html.page import report_html
 from kdtr_cli.report.html.parts import MAX_FINDINGS, MAX_LISTED
@@ -163,6 +164,7 @@ class TestDocument:
 
     def test_it_names_no_other_place(self):
         text = report_html(REPORTS["diverged"]())
+        text = re.sub(r'(?s)(<script type="application/json" id="data">).*?</script>', "", text)  # base64 has // in it
         assert re.findall(r"(?:https?:)?//[a-z][\w.]+", text.replace("http://www.w3.org/2000/svg", "")) == []
         assert not re.search(r"@import|url\(|\bfetch\(|XMLHttp|import\(|innerHTML|eval\(", text)
 
@@ -193,6 +195,12 @@ class TestDocument:
         made = page(REPORTS["within"]())
         for rule in ("atol0.01|run − golden| ≤ atol + rtol · |golden|--atol", "|golden|0 beside --atol", "max_kl1KL("):
             assert rule in made.text
+
+    def test_the_rules_of_tensors_too(self):
+        report = REPORTS["within"]()
+        rule = TensorRule("*.router_<b>", atol=1e-3, max_ulp=4, origin="--rule, command line")
+        made = page(replace(report, options=replace(report.options, rules=(rule,))))
+        assert "*.router_<b>atol 0.001, max_ulp 4of the tensors of that name--rule, command line" in made.text
 
     def test_provenance_shows_both_sides_and_what_differs(self):
         golden, run = pictures.pair()

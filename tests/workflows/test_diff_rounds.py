@@ -383,6 +383,7 @@ class TestFromFiles:
                 spoil(a, int(np.flatnonzero(a["n_nodes"] > 1)[0]))
             from_files = report_document(diff(*write_pair(golden, run, tmp_path)))
             golden.sha256 = run.manifest["run"]["golden_manifest_sha256"]
+            run.sha256 = dict(from_files["totals"]["run"]["provenance"])["manifest_sha256"]
             in_memory = report_document(judge(golden.evidence(), run.evidence()))
             for document in (from_files, in_memory):
                 document["totals"]["golden"]["name"] = document["totals"]["run"]["name"] = ""

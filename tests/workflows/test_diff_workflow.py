@@ -48,6 +48,7 @@ class TestFromFiles:
         paths = write_pair(golden, run, tmp_path)
         from_files = report_document(diff(*paths, options))
         golden.sha256 = run.manifest["run"]["golden_manifest_sha256"]
+        run.sha256 = dict(from_files["totals"]["run"]["provenance"])["manifest_sha256"]
         in_memory = report_document(judge(golden.evidence(), run.evidence(), options))
         for document in (from_files, in_memory):
             document["totals"]["golden"]["name"] = document["totals"]["run"]["name"] = ""

@@ -211,7 +211,9 @@ class CpuDevice(Device):
             if wrong := _mismatch(arg, p):
                 raise TypeError(f"kernel {kernel.entry}: argument {i} is {wrong}")
 
-    def _launch(self, kernel: Kernel, grid: tuple, block: tuple, args: Sequence[Arg], shared: int) -> None:
+    def _launch(
+        self, kernel: Kernel, grid: tuple, block: tuple, args: Sequence[Arg], shared: int, overlap: bool
+    ) -> None:
         entry: _Entry = kernel.handle
         slots = (ctypes.c_uint64 * len(args))(*[_slot(a) for a in args])
         base = ctypes.addressof(slots)

@@ -71,6 +71,18 @@ class DeviceArray:
             )
         return DeviceArray(self.name, shape, self.dtype, self.ptr + offset * self.dtype.itemsize, self.buffer)
 
+    def as_dtype(self, dtype: np.typing.DTypeLike) -> "DeviceArray":
+        """The same bytes as another dtype, the last axis as many times shorter as its elements are wider.
+
+        DeviceError if a row does not hold whole elements.
+        """
+        dtype = np.dtype(dtype)
+        nbytes = self.shape[-1] * self.dtype.itemsize
+        if nbytes % dtype.itemsize:
+            raise DeviceError(f"{self.name} has rows of {nbytes} bytes: they are not whole {dtype} elements")
+        shape = (*self.shape[:-1], nbytes // dtype.itemsize)
+        return DeviceArray(self.name, shape, dtype, self.ptr, self.buffer)
+
 
 #: A kernel argument: an array of the device, a NumPy scalar of the parameter's exact width, or None for a null pointer.
 Arg = DeviceArray | np.generic | None
@@ -237,8 +249,12 @@ class Device:
         block: int | Sequence[int],
         args: Sequence[Arg],
         shared: int = 0,
+        overlap: bool = False,
     ) -> None:
         """Runs ``kernel`` over grid × block threads; ``shared``: bytes of dynamic shared memory.
+
+        overlap: the kernel itself waits for what the one before wrote (mma.cuh), so it may begin while that one ends,
+        where the device can do so.
 
         A grid with a zero dimension launches nothing. TypeError for an argument that is not an Arg (a bare Python
         number has no width) or does not fit its parameter (on the CPU device: count, kind, width, what a pointer points
@@ -260,7 +276,7 @@ class Device:
             return
         if self._capturing is not None:
             self._used.update(a.buffer for a in args if isinstance(a, DeviceArray))
-        self._launch(kernel, grid, block, args, int(shared))
+        self._launch(kernel, grid, block, args, int(shared), overlap)
 
     def capture(self, fn: Callable[[], object]) -> Graph:
         """Records the launches that ``fn`` makes, without running them, as a Graph.

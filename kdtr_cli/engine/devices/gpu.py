@@ -94,6 +94,7 @@ class GpuDevice(Device):
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._staging = cupy.cuda.alloc_pinned_memory(_STAGING_BYTES)
             self._landing = cupy.cuda.alloc_pinned_memory(_STAGED_AT_MOST)
+        self._overlaps = _can_overlap(self.arch)
         self._staged = 0
         self._modules: dict[str | Path, Any] = {}
         self._kernels: dict[tuple[str | Path, str], Kernel] = {}
@@ -227,14 +228,20 @@ class GpuDevice(Device):
             if given != width:
                 raise TypeError(f"kernel {kernel.entry}: argument {i} has {given} bytes, {width} are wanted")
 
-    def _launch(self, kernel: Kernel, grid: tuple, block: tuple, args: Sequence[Arg], shared: int) -> None:
+    def _launch(
+        self, kernel: Kernel, grid: tuple, block: tuple, args: Sequence[Arg], shared: int, overlap: bool
+    ) -> None:
         entry: _Entry = kernel.handle
         with self._guarded(f"kernel {kernel.entry}: launch of {grid} blocks of {block} threads, {shared} shared bytes"):
             if shared > entry.shared:
                 most = self._cuda.driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._cuda.driver.funcSetAttribute(entry.function.ptr, most, shared)
                 entry.shared = shared
-            entry.function(grid, block, tuple(_value(a) for a in args), shared, self._stream)
+            values = tuple(_value(a) for a in args)
+            if overlap and self._overlaps:
+                _launch_overlapping(entry.function.ptr, grid, block, values, shared, self._stream.ptr)
+            else:
+                entry.function(grid, block, values, shared, self._stream)
         if self._capturing is not None:
             self._capturing.append(kernel.entry)
         else:
@@ -275,6 +282,34 @@ def _value(arg: Arg) -> np.generic:
     if isinstance(arg, DeviceArray):
         return np.uint64(arg.ptr)
     return np.uint64(0) if arg is None else arg
+
+
+def _can_overlap(arch: str) -> bool:
+    """Whether kernels may begin while the one before ends: programmatic dependent launch, sm_90 up."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return False
+    return int(arch.removeprefix("sm_")) >= 90 and hasattr(driver, "cuLaunchKernelEx")
+
+
+def _launch_overlapping(function: int, grid: tuple, block: tuple, values: tuple, shared: int, stream: int) -> None:
+    """cuLaunchKernelEx with programmatic stream serialisation, which CuPy's launch has no way to ask for."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes, config.hStream = shared, driver.CUstream(stream)
+    config.attrs, config.numAttrs = [attribute], 1
+    held = [np.array(value) for value in values]  # the driver copies them before it returns
+    pointers = np.array([value.ctypes.data for value in held], np.uint64)
+    (status,) = driver.cuLaunchKernelEx(config, driver.CUfunction(function), pointers.ctypes.data, 0)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"{driver.cuGetErrorString(status)[1].decode()}")
 
 
 def _parameter_widths(function: int) -> tuple[int, ...] | None:

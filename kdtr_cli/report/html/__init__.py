@@ -1,3 +1,4 @@
-"""The report as one HTML file that needs nothing else: page.html is its frame, page.css and page.js are put into it."""
+"""The report as one HTML file that needs nothing else: page.html is its frame, page.css and the scripts are put
+into it."""
 
 __all__: list[str] = []

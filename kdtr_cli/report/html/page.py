@@ -22,10 +22,14 @@ from kdtr_cli.report.line import verdict_line
 
 __all__ = ["report_html"]
 
+#: The parts of the one script, in this order.
+_SCRIPTS = ("base.js", "plots.js", "trace.js", "rounds.js", "page.js")
+
 
 def report_html(report: Report, text_of: TextOf | None = None) -> str:
     """The document. `text_of` gives the text of a token id."""
-    css, js, page = (_data_file(name) for name in ("page.css", "page.js", "page.html"))
+    css, page = _data_file("page.css"), _data_file("page.html")
+    js = "\n".join(['"use strict";', *map(_data_file, _SCRIPTS)])
     shown = drawn_sequences(report.sequences)
     body = [
         header(report),

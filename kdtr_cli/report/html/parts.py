@@ -204,6 +204,10 @@ def tolerance(report: Report) -> str:
             if value is not None:
                 rows.append([f"<code>{key}</code>", f"{value:g}", rule, esc(report.tolerance.origins[key])])
     o = report.options
+    for rule in o.rules:
+        bounds = {key: value for key in ("atol", "rtol", "max_ulp") if (value := getattr(rule, key)) is not None}
+        said = ", ".join(f"{key} {value:g}" for key, value in bounds.items())
+        rows.append([f"<code>{esc(rule.tensor, 120)}</code>", said, "of the tensors of that name", esc(rule.origin)])
     for key in ("tolerance", "tolerance_factor", "on_tie", "allow_partial", "allow_loose", "steps", "select"):
         value = getattr(o, key)
         if value is not None:
