@@ -120,10 +120,10 @@ def _largest_of_tile(d: np.ndarray, block_size: int) -> np.ndarray:
     return np.maximum.reduceat(d, np.arange(0, d.shape[1], block_size), axis=1)
 
 
-def _weigh(block: RowBlock, pair: _Pair, needs: RunningNeeds, i: int) -> None:
-    """See RowBlock.weigh."""
+def _weigh(pair: _Pair, ulps: np.ndarray, needs: RunningNeeds, i: int) -> None:
+    """See RowBlock.weigh; `ulps` are each row's largest distance."""
     a, b = pair.run[i : i + 1], pair.golden[i : i + 1]
-    needs.values(abs_difference(a, b), b, block.max_ulp[i : i + 1])
+    needs.values(abs_difference(a, b), b, ulps[i : i + 1])
 
 
 class _Moved:
@@ -188,7 +188,7 @@ class Measure:
             block.measured[other] = True
             pair = _Pair(golden, wide, maxima.max(axis=1), run, wide_values(run))
             block.locate = partial(self._locate, first, pair)
-            block.weigh = partial(_weigh, block, pair)
+            block.weigh = partial(_weigh, pair, block.max_ulp)  # not the block: what it holds should go with it
             self._measure(block, pair, other)
         return block
 

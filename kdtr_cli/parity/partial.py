@@ -193,7 +193,7 @@ def _measure(block: RowBlock, rest: np.ndarray, g: _Side, r: _Side, tolerance: T
         at, row = row_of[i], np.array([i])
         if not met[at]:
             needs.refuse()  # nothing of it is seen on both sides
-        needs.values(difference[at], b[at], ulps[at], seen[at])
+        needs.values(difference[at], b[at], ulps[at])  # what is not seen stands there as −1 and 0: it needs nothing
         if r.is_top:
             _weigh_the_rest(needs, row, g, r, golden_above=True)
         if g.is_top:

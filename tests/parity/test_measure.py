@@ -100,6 +100,11 @@ class TestAgainstMetrics:
             patch.setattr(module, "TILE", tile)
             assert_as_by_metrics(measured(golden, run, tolerance), golden, run, tolerance)
 
+    def test_a_value_that_may_not_differ_and_does_not_uses_nothing_of_its_bound(self):
+        golden = np.array([[0, 1, 4], [0, 0, 4], [0, 1, 4]], np.float32)
+        run = np.array([[0, 1, 5], [-0.0, 0, 4], [1e-9, 1, 4]], np.float32)
+        assert measured(golden, run, rule(rtol=1 / 4)).share.tolist() == [1, 0, math.inf]
+
     @given(seed=st.integers(0, 10**6), vocab=st.sampled_from([1, 7, 40, 641]), bound=st.sampled_from([None, 2]))
     @settings(deadline=None, max_examples=30)
     def test_a_run_with_bits_of_any_kind(self, seed, vocab, bound):

@@ -145,6 +145,15 @@ def test_a_row_that_the_run_says_nothing_of_has_no_tolerance():
     assert "can't be measured" in suggestion.reason
 
 
+def test_a_row_whose_tops_share_no_id_has_no_tolerance():
+    """One so large that the golden's may hide below the run's K-th leaves the row without a value to be measured by."""
+    golden, run = pair()
+    run.one.logits["engine"][2] *= -1
+    for s in (*golden.seqs, *run.seqs):
+        s.form = "top:5"
+    assert "can't be measured" in report_of(golden, run, atol=1e-3, allow_partial=True).suggestion.reason
+
+
 class TestTraces:
     def traced(self):
         golden, run = traced_pair()
