@@ -278,7 +278,9 @@ class Measure:
                 if more.any():
                     best[more] = most[more]
                     at[rows[more]] = lo + (values if n == 1 else values[more]).argmax(axis=1)
-            block.out[rows] += self._count_out(d, y, t, blocks.max(), distance)
+            if self.tolerance.rtol:
+                self._fill_bound(y, t)
+            block.out[rows] += self._count_out(d, t, blocks.max(), distance)
             if self.tolerance.rtol:
                 block.share[rows] = np.maximum(block.share[rows], self._share(d, y, t))
         block.max_abs[rows], block.max_ulp[rows], block.sums[rows] = largest, ulps, squares
@@ -303,11 +305,17 @@ class Measure:
             distance[apart] = ((p[apart] & both).view(distance.dtype)) + ((q[apart] & both).view(distance.dtype))
         return distance
 
+    def _fill_bound(self, golden: np.ndarray, out: np.ndarray) -> None:
+        """`Tolerance.bound` in a buffer."""
+        np.abs(golden, out=out)
+        out *= self.tolerance.rtol
+        out += self.tolerance.atol
+
     def _count_out(
-        self, difference: np.ndarray, golden: np.ndarray, t: np.ndarray, largest: float, ulps: np.ndarray
+        self, difference: np.ndarray, bound: np.ndarray, largest: float, ulps: np.ndarray
     ) -> np.ndarray | int:
         """How many values of each row [n] break a bound on single values: `Tolerance.values_within` in buffers, and
-        without a look where the largest of all is within."""
+        without a look where the largest of all is within. `bound` is read where there is an rtol."""
         rule = self.tolerance
         absolute = rule.atol is not None and rule.rtol is not None and not largest <= rule.atol
         by_ulp = rule.max_ulp is not None and not ulps.max() <= rule.max_ulp
@@ -315,10 +323,7 @@ class Measure:
             return 0
         ok, more = (buffer[: difference.size].reshape(difference.shape) for buffer in self._flags)
         if absolute and rule.rtol:
-            np.abs(golden, out=t)
-            t *= rule.rtol
-            t += rule.atol
-            np.less_equal(difference, t, out=ok)
+            np.less_equal(difference, bound, out=ok)
         elif absolute:
             np.less_equal(difference, rule.atol, out=ok)
         else:
@@ -329,12 +334,9 @@ class Measure:
             ok &= np.isfinite(difference, out=more)
         return ok.shape[1] - np.count_nonzero(ok, axis=1)
 
-    def _share(self, difference: np.ndarray, golden: np.ndarray, t: np.ndarray) -> np.ndarray:
-        """`used_share` of each row [n] of finite values, in buffers."""
-        np.abs(golden, out=t)
-        t *= self.tolerance.rtol
-        t += self.tolerance.atol
-        most = np.divide(difference, t, out=t).max(axis=1)
+    def _share(self, difference: np.ndarray, golden: np.ndarray, bound: np.ndarray) -> np.ndarray:
+        """`used_share` of each row [n] of finite values; the bound is used up."""
+        most = np.divide(difference, bound, out=bound).max(axis=1)
         for i in np.flatnonzero(np.isnan(most)):  # 0 / 0, or values beyond float64
             most[i] = used_share(difference[i], self.tolerance.bound(golden[i]))
         return most
