@@ -245,6 +245,8 @@ class TestUpdate:
             "float32": {"exact": False, "single": "float32"},
             "top": {"score": True, "logits": "top:7", "temperature": 0.5, "ignore_eos": True},
             "ddtree": {"drafting": DraftOptions("ddtree", "synthetic:0.5", 4, 4)},
+            "bf16": {"bf16": True},
+            "float64, bf16": {"exact": False, "bf16": True},
         }
         (project.folder / "p.jsonl").write_text('{"id": "ä", "ids": [3, 4]}\n{"id": "b", "ids": [5]}\n')
         prompts = PromptOptions(file=project.folder / "p.jsonl", seed=7)
