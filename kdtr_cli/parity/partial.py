@@ -168,9 +168,9 @@ def _measure(block: RowBlock, rest: np.ndarray, g: _Side, r: _Side, tolerance: T
         _fill_blocks(block, rest, ids, difference)
     hidden_places: dict[int, Place] = {}
     if r.is_top:
-        _above_the_rest(block, rest, g, r, tolerance, hidden_places, golden_above=True)
+        _above_the_rest(block, rest, g, r, tolerance, dtype, hidden_places, golden_above=True)
     if g.is_top:
-        _above_the_rest(block, rest, r, g, tolerance, hidden_places, golden_above=False)
+        _above_the_rest(block, rest, r, g, tolerance, dtype, hidden_places, golden_above=False)
     row_of = {int(i): at for at, i in enumerate(rest)}
 
     def locate(what: str, i: int) -> Place:
@@ -201,6 +201,7 @@ def _above_the_rest(
     one: _Side,
     top: _Side,
     tolerance: Tolerance,
+    dtype: np.dtype,
     found: dict[int, Place],
     *,
     golden_above: bool,
@@ -209,10 +210,9 @@ def _above_the_rest(
     keep the place of the first in each row in `found`.
 
     The value not held is at most the K-th, t. With b = one's value (golden above) |a − b| ≥ b − t; with a = one's,
-    |a − b| − rtol · |b| is least at b = t as long as rtol ≤ 1. So x − t > bound proves the miss.
+    |a − b| − rtol · |b| is least at b = t as long as rtol ≤ 1. So x − t > bound proves the miss; and so do more than
+    max_ulp values of `dtype` between t and an x above it, whatever rtol is.
     """
-    if not golden_above and (tolerance.rtol or 0) > 1:
-        return
     with np.errstate(invalid="ignore"):
         values = one.values[rest].astype(np.float64)
         known = top.values[rest].astype(np.float64)
@@ -228,7 +228,11 @@ def _above_the_rest(
             held |= ~one.there[rest]
     with np.errstate(invalid="ignore", over="ignore"):
         bound = tolerance.bound(values if golden_above else kth)
-        misses = ~held & (values - kth > bound)
+        over = values - kth > bound if golden_above or (tolerance.rtol or 0) <= 1 else np.zeros(values.shape, bool)
+        if tolerance.max_ulp is not None:
+            far = ulp_distance(np.broadcast_to(kth, values.shape), values, dtype) > tolerance.most_ulps
+            over |= (values > kth) & far
+        misses = ~held & over
     block.hidden[rest] += misses.sum(axis=1)
     for at in np.flatnonzero(misses.any(axis=1)):
         i, column = int(rest[at]), int(misses[at].argmax())
