@@ -175,9 +175,9 @@ def _measure(block: RowBlock, rest: np.ndarray, g: _Side, r: _Side, tolerance: T
         _fill_blocks(block, rest, ids, difference)
     hidden_places: dict[int, Place] = {}
     if r.is_top:
-        _above_the_rest(block, rest, g, r, tolerance, hidden_places, golden_above=True)
+        _above_the_rest(block, rest, g, r, tolerance, dtype, hidden_places, golden_above=True)
     if g.is_top:
-        _above_the_rest(block, rest, r, g, tolerance, hidden_places, golden_above=False)
+        _above_the_rest(block, rest, r, g, tolerance, dtype, hidden_places, golden_above=False)
     row_of = {int(i): at for at, i in enumerate(rest)}
 
     def locate(what: str, i: int) -> Place:
@@ -195,9 +195,9 @@ def _measure(block: RowBlock, rest: np.ndarray, g: _Side, r: _Side, tolerance: T
             needs.refuse()  # nothing of it is seen on both sides
         needs.values(difference[at], b[at], ulps[at])  # what is not seen stands there as −1 and 0: it needs nothing
         if r.is_top:
-            _weigh_the_rest(needs, row, g, r, golden_above=True)
+            _weigh_the_rest(needs, row, g, r, dtype, golden_above=True)
         if g.is_top:
-            _weigh_the_rest(needs, row, r, g, golden_above=False)
+            _weigh_the_rest(needs, row, r, g, dtype, golden_above=False)
 
     block.locate, block.weigh = locate, weigh
 
@@ -218,6 +218,7 @@ def _above_the_rest(
     one: _Side,
     top: _Side,
     tolerance: Tolerance,
+    dtype: np.dtype,
     found: dict[int, Place],
     *,
     golden_above: bool,
@@ -226,14 +227,17 @@ def _above_the_rest(
     keep the place of the first in each row in `found`.
 
     The value not held is at most the K-th, t. With b = one's value (golden above) |a − b| ≥ b − t; with a = one's,
-    |a − b| − rtol · |b| is least at b = t as long as rtol ≤ 1. So x − t > bound proves the miss.
+    |a − b| − rtol · |b| is least at b = t as long as rtol ≤ 1. So x − t > bound proves the miss; and so do more than
+    max_ulp values of `dtype` between t and an x above it, whatever rtol is.
     """
-    if not golden_above and (tolerance.rtol or 0) > 1:
-        return
     values, kth, held = _beside_the_rest(rest, one, top)
     with np.errstate(invalid="ignore", over="ignore"):
         bound = tolerance.bound(values if golden_above else kth)
-        misses = ~held & (values - kth > bound)
+        over = values - kth > bound if golden_above or (tolerance.rtol or 0) <= 1 else np.zeros(values.shape, bool)
+        if tolerance.max_ulp is not None:
+            far = ulp_distance(np.broadcast_to(kth, values.shape), values, dtype) > tolerance.most_ulps
+            over |= (values > kth) & far
+        misses = ~held & over
     block.hidden[rest] += misses.sum(axis=1)
     for at in np.flatnonzero(misses.any(axis=1)):
         i, column = int(rest[at]), int(misses[at].argmax())
@@ -243,13 +247,17 @@ def _above_the_rest(
         found.setdefault(i, place)
 
 
-def _weigh_the_rest(needs: RunningNeeds, rest: np.ndarray, one: _Side, top: _Side, *, golden_above: bool) -> None:
+def _weigh_the_rest(
+    needs: RunningNeeds, rest: np.ndarray, one: _Side, top: _Side, dtype: np.dtype, *, golden_above: bool
+) -> None:
     """Add what lets the misses of `_above_the_rest` pass: beside an rtol above 1 none of the run's values is one."""
     values, kth, held = _beside_the_rest(rest, one, top)
     with np.errstate(invalid="ignore", over="ignore"):
+        above = ~held & (values > kth)
         beside = np.where(held, 0, values if golden_above else kth)
         enough = math.inf if golden_above else math.nextafter(1.0, 2.0)
-        needs.values(values - kth, beside, None, ~held & (values > kth), enough)
+        ulps = ulp_distance(np.broadcast_to(kth, values.shape), values, dtype)
+        needs.values(values - kth, beside, ulps, above, enough)
 
 
 def _beside_the_rest(rest: np.ndarray, one: _Side, top: _Side) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

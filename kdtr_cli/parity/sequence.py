@@ -289,6 +289,9 @@ def _judge_completeness(findings: SequenceFindings, result: LogitsResult, terms:
     if result.rows_unmeasured:
         message = f"{result.rows_unmeasured} rows of {name} can't be measured: a side holds no values of them"
         findings.add(f"{what}.unmeasured", message, Verdict.INCONCLUSIVE)
+    elif result.form == "none" and what == "logits" and terms.teacher_forced:
+        message = "there are no logits to compare, and the tokens of a teacher-forced run are the golden's own"
+        findings.add("logits.partial", message, Verdict.INCONCLUSIVE)
     elif partial and terms.of(what)[0].max_kl is not None:
         message = f"--max-kl needs full {name}; they are {result.form}"
         findings.add(f"{what}.no_kl", message, Verdict.INCONCLUSIVE)

@@ -149,6 +149,12 @@ class Tolerance:
         """Whether a rule looks at single values (KL looks at a whole row)."""
         return self.atol is not None or self.max_ulp is not None
 
+    @property
+    def most_ulps(self) -> np.uint64:
+        """`max_ulp` for a comparison with distances: below the largest uint64, which stands for "not finite" and which
+        no bound may let through."""
+        return np.uint64(2**64 - 2 if self.max_ulp is None else min(self.max_ulp, 2**64 - 2))
+
     def bound(self, golden: np.ndarray | float) -> np.ndarray:
         """atol + rtol · |golden| in float64; infinite where no such rule is set."""
         with np.errstate(over="ignore", invalid="ignore"):
@@ -163,8 +169,7 @@ class Tolerance:
         only where there is a bound on them). A value whose difference is not finite never passes."""
         ok = np.isfinite(difference) & (difference <= self.bound(golden))
         if self.max_ulp is not None:
-            # the largest uint64 stands for "not finite", which no bound may let through
-            ok &= ulps <= np.uint64(min(self.max_ulp, 2**64 - 2))
+            ok &= ulps <= self.most_ulps
         return ok
 
     def values_pass(self, run: np.ndarray, golden: np.ndarray, dtype: np.dtype) -> np.ndarray:

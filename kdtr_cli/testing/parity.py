@@ -5,7 +5,7 @@ import secrets
 import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from kdtr_cli.bundle.reader import open_bundle
 from kdtr_cli.errors import DeviceError, EngineError, Exit, InputError
 from kdtr_cli.parity.judge import invalid, judge
 from kdtr_cli.parity.results import Report
-from kdtr_cli.parity.tolerances import JudgeOptions
+from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict
 from kdtr_cli.report.short import report_short
 from kdtr_cli.testing.inputs import inputs_of
@@ -27,6 +27,9 @@ __all__ = ["ParityError", "assert_parity", "replay_command"]
 
 #: What a caller may say of the judgement, by the names of the fields; where each came from is said for them.
 _JUDGING = tuple(f.name for f in fields(JudgeOptions) if f.name != "origins")
+
+#: Those that change nothing that is said; `kdtr diff` has no option for them.
+_SILENT = ("keep_rounds", "threads")
 
 
 class ParityError(AssertionError):
@@ -57,18 +60,21 @@ def assert_parity(
     claims, as in `kdtr run --engine --tier`; ``teacher_forced`` says that it was fed the golden's tokens; ``about``
     what it says of itself (docs/engines.md), the digest of its weights for instance.
 
-    judging: atol, rtol, max_ulp, max_kl, on_tie, allow_partial, allow_loose, steps, select (an id or several), and
-    whatever else `JudgeOptions` has, with the defaults of `kdtr diff`: without a bound, tier exact is judged at 0.
+    judging: atol, rtol, max_ulp, max_kl, on_tie, allow_partial, allow_loose, steps, select (an id or several), rules
+    (of `kdtr_cli.parity.tolerances.TensorRule`), and whatever else `JudgeOptions` has, with the defaults of `kdtr
+    diff`: without a bound, tier exact is judged at 0. No pyproject.toml is read.
 
     save: where a run that does not pass is written as a bundle, over what is there; the text then has the one command
     that gives the same verdict again.
 
-    InputError (no AssertionError): the golden is missing, broken, not finite or no golden, or an option is wrong. Then
-    nothing is known of the engine.
+    InputError (no AssertionError): the golden is missing, broken, not finite or no golden, ``save`` names it, or an
+    option is wrong. Then nothing is known of the engine.
     """
     __tracebackhide__ = True  # pytest shows the caller's line
     options = _options(judging)
     made = None
+    if save is not None and Path(save).exists() and Path(golden).exists() and Path(save).samefile(golden):
+        raise InputError(f"save: {save} is the golden itself; give the run another name")
     if isinstance(run, str | os.PathLike):
         if teacher_forced or about is not None or tier != "exact":
             raise InputError("tier, teacher_forced and about are for outputs in memory: a run bundle says them itself")
@@ -84,17 +90,25 @@ def assert_parity(
 
 
 def replay_command(golden: Path, run: Path, options: JudgeOptions) -> str:
-    """The `kdtr diff` that judges two bundles by these options, quoted for a shell."""
-    words = ["kdtr", "diff", str(golden), str(run)]
+    """The `kdtr diff` that judges two bundles by these options and no others, quoted for a shell."""
+    words = ["kdtr", "--no-config", "diff", str(golden), str(run)]
     standard = JudgeOptions()
     for name in _JUDGING:
         value = getattr(options, name)
-        if value == getattr(standard, name):
+        if value == getattr(standard, name) or name in _SILENT:
+            continue
+        if name == "rules":
+            words += [word for rule in value for word in ("--rule", _as_text(rule))]
             continue
         words.append(f"--{name.replace('_', '-')}")
         if value is not True:
             words.append(",".join(value) if isinstance(value, tuple) else str(value))
     return shlex.join(words)
+
+
+def _as_text(rule: TensorRule) -> str:
+    bounds = {name: getattr(rule, name) for name in ("atol", "rtol", "max_ulp")}
+    return f"{rule.tensor}:" + ",".join(f"{name}={value}" for name, value in bounds.items() if value is not None)
 
 
 def _options(judging: Mapping[str, Any]) -> JudgeOptions:
@@ -106,6 +120,8 @@ def _options(judging: Mapping[str, Any]) -> JudgeOptions:
         given["select"] = (select,)
     elif isinstance(select, Iterable):
         given["select"] = tuple(select)
+    if "rules" in given:
+        given["rules"] = tuple(replace(rule, origin="rules= of assert_parity") for rule in given["rules"])
     return JudgeOptions(**given, origins={name: f"{name}= of assert_parity" for name in given})
 
 

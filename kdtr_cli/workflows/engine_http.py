@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 from kdtr_cli.errors import EngineError, InputError
 from kdtr_cli.model.fields import parse_json, shown
 
-__all__ = ["KEY_VARIABLE", "Server", "exchange", "parse_server"]
+__all__ = ["KEY_VARIABLE", "Server", "exchange", "parse_server", "without_key"]
 
 #: The environment variable with the API key. Its own name: a key that is meant for somebody else is not to be sent.
 KEY_VARIABLE = "KDTR_OPENAI_API_KEY"
@@ -29,6 +29,7 @@ MAX_BYTES = 64 << 20
 MAX_VALUES = 4_000_000
 
 _SAID = 200  # characters of a server's own words in a message
+_LEAST_KEY = 8  # so much of a key that a message cut short is not shown either
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def parse_server(url: str, known: tuple[str, ...]) -> Server:
     try:
         parts = urlsplit(url)
         port = parts.port
+        (parts.hostname or "").encode("idna")  # as connecting will
     except ValueError:
         raise InputError(f"--engine openai: no URL, or no port in it; write {example}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -97,7 +99,7 @@ def exchange(server: Server, path: str, body: Mapping[str, Any] | None, end: flo
         status, data = _send(connection, server, path, body)
         if not expired.is_set():
             return _document(server, status, data)
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a chunk of less than no bytes
         if not expired.is_set() and not isinstance(error, TimeoutError):
             raise EngineError(f"{server.name} {_fault(error)}") from error
     finally:
@@ -142,7 +144,7 @@ def _document(server: Server, status: int, data: bytes) -> dict[str, Any]:
     try:
         return parse_json(data, f"{server.name}: its answer", MAX_VALUES)
     except InputError as error:
-        raise EngineError(_without_key(server, str(error))) from error
+        raise EngineError(without_key(server, str(error))) from None
 
 
 def _said(server: Server, data: bytes) -> str:
@@ -156,13 +158,19 @@ def _said(server: Server, data: bytes) -> str:
             found = found[key]
     if not isinstance(found, str) or not found.strip():
         return ""
-    words = " ".join(_without_key(server, found).split())
+    words = " ".join(without_key(server, found).split())
     return ": " + json.dumps(words if len(words) <= _SAID else words[:_SAID] + "...")
 
 
-def _without_key(server: Server, text: str) -> str:
-    """Servers repeat a key that they refuse."""
-    return text if server.key is None else text.replace(server.key, "***")
+def without_key(server: Server, text: str) -> str:
+    """`text` without the key: servers repeat what they were sent, and a message may quote it, escaped or cut short."""
+    if server.key is None:
+        return text
+    for key in {server.key, json.dumps(server.key)[1:-1]}:
+        text = text.replace(key, "***")
+        for length in range(len(key) - 1, _LEAST_KEY - 1, -1):
+            text = text.replace(key[:length], "***")
+    return text
 
 
 def _fault(error: Exception) -> str:
@@ -174,6 +182,6 @@ def _fault(error: Exception) -> str:
         return f"can't be trusted, or speaks no TLS: {error.reason or type(error).__name__}"
     if isinstance(error, http.client.IncompleteRead | http.client.RemoteDisconnected | ConnectionError):
         return "ended the connection before its answer was whole"
-    if isinstance(error, http.client.HTTPException):
+    if isinstance(error, http.client.HTTPException | ValueError):
         return f"does not speak HTTP ({type(error).__name__})"
     return f"can't be reached: {error.strerror or type(error).__name__}"

@@ -7,10 +7,10 @@ all are there: a server that fails in between leaves no bundle, and what stood u
 import time
 from typing import Any
 
-from kdtr_cli.errors import EngineError, InputError
+from kdtr_cli.errors import EngineError, InputError, KdtrError
 from kdtr_cli.model.fields import shown
 from kdtr_cli.model.prompts import Prompt
-from kdtr_cli.workflows.engine_http import Server, exchange, parse_server
+from kdtr_cli.workflows.engine_http import Server, exchange, parse_server, without_key
 from kdtr_cli.workflows.engine_logprobs import Listed, as_sequences, finish_of, read_answers
 from kdtr_cli.workflows.engines import Answer, Question
 
@@ -36,6 +36,13 @@ def openai(argument: str, question: Question) -> Answer:
             "--engine openai: the golden samples, by a rule that no server has; --teacher-force compares its steps"
         )
     end = None if question.timeout is None else time.monotonic() + question.timeout
+    try:
+        return _answer(server, top, question, end)
+    except KdtrError as error:
+        raise type(error)(without_key(server, str(error))) from None
+
+
+def _answer(server: Server, top: int, question: Question, end: float | None) -> Answer:
     asker = _Asker(server, top, question, end)
     answers = [asker.forced(index) if question.forced else asker.free(p) for index, p in enumerate(question.prompts)]
     about = {"values": "logprobs"} | ({"name": asker.model} if asker.model else {})
@@ -120,6 +127,7 @@ class _Asker:
     def _note_model(self, name: object) -> None:
         if isinstance(name, str) and self.model is None:
             last = name.rstrip("/").rpartition("/")[2]  # llama.cpp names the path of its file
+            last = without_key(self.server, last)
             self.model = last if last.isprintable() and 0 < len(last) <= _MAX_NAME else None
 
     def _body(self, ids: list[int], steps: int) -> dict[str, Any]:

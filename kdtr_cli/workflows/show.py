@@ -5,6 +5,7 @@ from pathlib import Path
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.prompts import Generated, Prompt
 from kdtr_cli.model.tokenizer import Tokenizer, load_tokenizer
+from kdtr_cli.report.visible import visible
 
 __all__ = ["continuation"]
 
@@ -18,10 +19,11 @@ def continuation(folder: Path | None, sequences: list[tuple[Prompt, Generated]])
     lines = []
     for prompt, result in sequences[:_SHOWN]:
         text = None if tokenizer is None else _decoded(tokenizer, prompt, result)
+        name = visible(prompt.id)
         if text is None:
-            lines.append(f"[{prompt.id}] {_ids(prompt.ids.tolist())} -> {_ids(result.tokens.tolist())}")
+            lines.append(f"[{name}] {_ids(prompt.ids.tolist())} -> {_ids(result.tokens.tolist())}")
         else:
-            lines += [f"[{prompt.id}] prompt:", *_indent(text[0]), f"[{prompt.id}] continuation:", *_indent(text[1])]
+            lines += [f"[{name}] prompt:", *_indent(text[0]), f"[{name}] continuation:", *_indent(text[1])]
     if len(sequences) > _SHOWN:
         lines.append(f"… and {len(sequences) - _SHOWN} more sequences")
     return lines

@@ -132,3 +132,12 @@ class TestTiktoken:
         assert result.exit_code == 2
         assert result.stderr.startswith(f"kdtr: error: {tmp_path}/m/tiktoken.model line 1: not a token in base64")
         assert result.stderr.count("\n") == 1
+
+
+def test_ids_that_would_turn_or_hide_text_are_shown_as_escapes(tmp_path):
+    prompts, path = tmp_path / "p.jsonl", tmp_path / "g.h5"
+    prompts.write_text("".join(json.dumps({"id": id, "ids": [1]}) + "\n" for id in ("\u202eab", "\u200b", "##[error]")))
+    made = kdtr("golden", "tiny", "-o", path, "--prompts", prompts, "--steps", 1)
+    assert made.exit_code == 0, made.stderr
+    names = [line.split(" ")[0] for line in made.stdout.splitlines()[:3]]
+    assert names == ["[\\u202eab]", "[\\u200b]", "[#\\x23[error]]"]

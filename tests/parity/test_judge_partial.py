@@ -1,6 +1,7 @@
 """Partial logits: what a top K and what digests can show, and that they never show more."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,6 +105,10 @@ class TestDigests:
 TOPS = [("top:5", "full"), ("full", "top:5"), ("top:5", "top:5"), ("top:5", "top:3"), ("top:3", "top:5")]
 
 
+#: Each kind of bound on single values; an rtol above 1 alone says nothing of a value that is not seen.
+BOUNDS = [{"atol": 1e-3}, {"max_ulp": 0}, {"max_ulp": 64}, {"max_ulp": 64, "rtol": 2.0}]
+
+
 class TestTopK:
     @pytest.mark.parametrize("forms", TOPS)
     def test_partial_logits_need_to_be_allowed(self, forms):
@@ -143,23 +148,25 @@ class TestTopK:
         report = judge(g, r, JudgeOptions(allow_partial=True))
         assert (report.verdict, report.totals.rows_identical) == (Verdict.PASS, 0)
 
-    def test_a_value_outside_the_golden_s_top_is_at_most_its_last(self):
+    @pytest.mark.parametrize("bound", BOUNDS)
+    def test_a_value_outside_the_golden_s_top_is_at_most_its_last(self, bound):
         golden, run = pair("top:5")
         row = run.one.logits["engine"][2]
         least = int(row.argmin())
         row[least] = np.sort(row)[-2]  # the golden has it far below its fifth; the token stays
-        report = report_of(golden, run, atol=1e-3, allow_partial=True)
+        report = report_of(golden, run, **bound, allow_partial=True, allow_loose=True)
         assert report.verdict is Verdict.DIVERGED
         (finding,) = report.findings
         assert (finding.step, finding.token, finding.golden, finding.run) == (2, least, None, float(row[least]))
 
+    @pytest.mark.parametrize("bound", BOUNDS)
     @pytest.mark.parametrize("golden_form", ["full", "top:5"])
-    def test_a_value_outside_the_run_s_top_is_at_most_its_last(self, golden_form):
+    def test_a_value_outside_the_run_s_top_is_at_most_its_last(self, golden_form, bound):
         golden, run = pair(golden_form, "top:5")
         row = run.one.logits["engine"][2]
         second = int(np.argsort(-row)[1])
         row[second] = row.min() - 1  # drops out of the run's top five
-        report = report_of(golden, run, atol=1e-3, allow_partial=True)
+        report = report_of(golden, run, **bound, allow_partial=True, allow_loose=True)
         assert report.verdict is Verdict.DIVERGED
         assert any(f.token == second and f.run is None for f in report.findings)
 
@@ -171,6 +178,8 @@ class TestTopK:
                 a[sixth] = fifth - np.float32(1e-5)
                 b[sixth] = fifth - np.float32(2e-5)
         assert report_of(golden, run, atol=1e-4, allow_partial=True).verdict is Verdict.PASS
+        ulps = int(np.float32(1e-4) / np.spacing(np.float32(1e-3)))
+        assert report_of(golden, run, max_ulp=ulps, allow_partial=True).verdict is Verdict.PASS
 
     def test_tops_that_share_no_id_compare_nothing(self):
         golden, run = pair()
@@ -191,6 +200,19 @@ class TestTopK:
         report = report_of(golden, run, atol=1e-3, max_kl=10, allow_partial=True)
         assert (report.verdict, codes(report)) == (Verdict.INCONCLUSIVE, {"logits.no_kl"})
         assert report.totals.max_kl is None
+
+    def test_a_run_of_the_least_logits_is_diverged_by_any_bound(self):
+        """All values that it gives are right; what it hides are the golden's largest."""
+        golden = golden_side()
+        evidence = run_side(golden).evidence()
+        for g, r in zip(golden.seqs, evidence.sequences, strict=True):
+            least = logits_of(-g.logits["exact"], "top:5")
+            values = least.top_values
+            low = replace(least, top_values=lambda lo, hi, values=values: -values(lo, hi), row_sha256=None)
+            r.logits["engine"] = low
+        for bound in BOUNDS:
+            options = JudgeOptions(**bound, allow_partial=True, allow_loose=True)
+            assert judge(golden.evidence(), evidence, options).verdict is Verdict.DIVERGED
 
     def test_a_golden_value_that_is_not_finite(self):
         golden, run = pair("top:5")
@@ -229,6 +251,30 @@ class TestTopK:
     def test_the_larger_k_is_cut_to_the_vocabulary(self):
         logits = logits_of(np.zeros((2, 3), np.float32), "top:20")
         assert (logits.form, logits.top_ids(0, 2).tolist()) == ("top3", [[0, 1, 2]] * 2)
+
+
+class TestNoLogits:
+    """Tokens alone: what a free run chose, but what a teacher-forced one was told."""
+
+    @pytest.mark.parametrize("missing", ["golden", "run", "both"])
+    def test_a_teacher_forced_run_shows_nothing_whatever_is_allowed(self, missing):
+        for forced, verdict in ((False, Verdict.PASS), (True, Verdict.INCONCLUSIVE)):
+            golden = golden_side()
+            run = run_side(golden, teacher_forced=forced)
+            for side in (golden, run):
+                if missing in (side.evidence().kind, "both"):
+                    for s in side.seqs:
+                        s.logits.clear()
+            report = report_of(golden, run, atol=1e-3, allow_partial=True, allow_loose=True)
+            assert (report.verdict, report.totals.tokens_equal) == (verdict, 12)
+
+    def test_one_other_token_is_still_diverged(self):
+        golden = golden_side()
+        run = run_side(golden)
+        for s in run.seqs:
+            s.logits.clear()
+        run.one.tokens[2] ^= 1
+        assert report_of(golden, run, allow_partial=True).verdict is Verdict.DIVERGED
 
 
 def test_a_signalling_nan_is_seen_without_a_warning():

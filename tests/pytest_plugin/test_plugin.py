@@ -202,7 +202,7 @@ class TestSave:
                            "def test_decode(kdtr, x):").replace("answers())", "answers(), atol=1e-3, on_tie='warn')"),
         )  # fmt: skip
         text = project.run("--kdtr-save", "failed/runs", "--tb=short", code=1)
-        again = {line.partition("again: ")[2] for line in text.splitlines() if "again: kdtr diff" in line}
+        again = {line.partition("again: ")[2] for line in text.splitlines() if "again: kdtr --no-config diff" in line}
         assert len(again) == 2
         assert len(list((project.folder / "failed/runs").iterdir())) == 2
         for command in again:

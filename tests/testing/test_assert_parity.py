@@ -15,7 +15,7 @@ from kdtr_cli.bundle.reader import open_bundle
 from kdtr_cli.bundle.schema import SequenceData
 from kdtr_cli.bundle.writer import BundleWriter
 from kdtr_cli.errors import InputError
-from kdtr_cli.parity.tolerances import JudgeOptions
+from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.parity.verdicts import Verdict
 from kdtr_cli.report.line import verdict_line
 from kdtr_cli.testing import Output, ParityError, assert_parity, golden_inputs, golden_model
@@ -209,16 +209,20 @@ class TestPaths:
             {"tolerance": "auto"},
             {"tolerance": "auto", "tolerance_factor": 2.5, "max_ulp": 3},
             {"steps": 2, "select": ("0", "1"), "on_tie": "warn", "allow_partial": True, "allow_loose": True},
+            {"atol": 9.0, "rules": [TensorRule("logit?", atol=1e-5, max_ulp=3)]},
+            {"threads": 2, "keep_rounds": True},
         ],
     )
-    def test_the_printed_command_gives_the_same_verdict(self, golden, right, tmp_path, options):
+    def test_the_printed_command_gives_the_same_verdict(self, golden, right, tmp_path, options, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "pyproject.toml").write_text("[tool.kdtr.diff]\natol = 99.0\nallow-loose = true\n")
         right["0"].logits[1, 1] += np.float32(1)
         saved = tmp_path / "it's a run.h5"
         error = refused(golden, right, save=saved, **options)
         assert error.saved == saved
         (command,) = [line for line in str(error).splitlines() if line.startswith("again: ")]
         words = shlex.split(command.removeprefix("again: "))
-        assert words[:2] == ["kdtr", "diff"]
+        assert words[:3] == ["kdtr", "--no-config", "diff"]
         done = subprocess.run([sys.executable, "-m", "kdtr_cli", *words[1:]], capture_output=True, text=True)
         assert done.returncode == error.report.exit_code
         assert done.stdout.splitlines()[-1] == str(error).splitlines()[-1]
@@ -250,6 +254,17 @@ class TestPaths:
         error = refused(golden, right, save=tmp_path / "no such folder" / "r.h5")
         assert error.report.verdict is Verdict.DIVERGED
         assert "not saved" in str(error)
+
+    def test_no_run_is_saved_over_the_golden(self, golden, right, tmp_path):
+        right["0"].tokens[0] ^= 1
+        refused(golden, right, save=tmp_path / "r.h5")
+        linked, whole = tmp_path / "linked.h5", golden.read_bytes()
+        linked.hardlink_to(golden)
+        for run in (right, tmp_path / "r.h5"):
+            for save in (golden, linked):
+                with pytest.raises(InputError, match="is the golden itself"):
+                    assert_parity(golden, run, save=save)
+        assert golden.read_bytes() == whole
 
     def test_a_broken_run_is_an_assertion_and_is_kept(self, golden, right, tmp_path):
         right["0"].tokens[0] ^= 1
@@ -367,6 +382,6 @@ def _arrays(value):
 
 
 def test_a_replay_names_only_what_was_said():
-    assert replay_command(Path("g"), Path("r"), JudgeOptions()) == "kdtr diff g r"
+    assert replay_command(Path("g"), Path("r"), JudgeOptions()) == "kdtr --no-config diff g r"
     said = replay_command(Path("g"), Path("r"), JudgeOptions(atol=0.0, allow_loose=True, select=("a", "b c")))
-    assert said == "kdtr diff g r --atol 0.0 --allow-loose --select 'a,b c'"
+    assert said == "kdtr --no-config diff g r --atol 0.0 --allow-loose --select 'a,b c'"

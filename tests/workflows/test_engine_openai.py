@@ -152,6 +152,48 @@ class TestKey:
         assert KEY not in repr(caught.getrepr(style="long"))
         assert engine_http.KEY_VARIABLE in str(caught.value)
 
+    @pytest.mark.parametrize("key", [KEY, 'sk-"quoted"\\', "sk-" + "long" * 40])
+    @pytest.mark.parametrize(
+        "where",
+        [
+            lambda d, key: d.update(choices=key),
+            lambda d, key: choice(d).update(finish_reason=f"no {key}"),
+            lambda d, key: choice(d)["logprobs"].update(tokens=[key] * 3),
+        ],
+    )
+    def test_an_answer_that_repeats_it_is_not_repeated(self, golden, tmp_path, monkeypatch, where, key):
+        monkeypatch.setenv(engine_http.KEY_VARIABLE, key)
+        engine = Engine()
+
+        def repeats(handler, body):
+            status, document = engine(handler, body)
+            if body is not None:
+                where(document, key)
+            return status, document
+
+        with serving(repeats) as url, pytest.raises(EngineError) as caught:
+            run(golden, tmp_path / "r.h5", url)
+        shown = repr(caught.getrepr(style="native")) + str(caught.value)
+        assert not any(part in shown for part in (key[:12], json.dumps(key)[1:13]))
+
+    def test_models_that_are_called_so_are_not_named(self, golden, tmp_path, monkeypatch):
+        monkeypatch.setenv(engine_http.KEY_VARIABLE, KEY)
+        engine = Engine()
+
+        def two(handler, body):
+            return (200, {"data": [{"id": KEY}, {"id": "b"}]}) if body is None else engine(handler, body)
+
+        with serving(two) as url, pytest.raises(InputError, match=r'"\*\*\*", "b"'):
+            run(golden, tmp_path / "r.h5", url)
+
+        def named(handler, body):
+            status, document = engine(handler, body)
+            return status, {**document, "model": f"models/{KEY}"} if body is not None else document
+
+        with serving(named) as url:
+            run(golden, tmp_path / "r.h5", url)
+        assert KEY.encode() not in (tmp_path / "r.h5").read_bytes()
+
     @pytest.mark.parametrize("key", ["two words", "line\r\nX-Other: 1", "é"])
     def test_one_that_is_no_header_is_refused_unseen(self, golden, tmp_path, monkeypatch, key):
         monkeypatch.setenv(engine_http.KEY_VARIABLE, key)
@@ -172,6 +214,8 @@ class TestUrl:
             "http://user:secret@127.0.0.1:1",
             "http://127.0.0.1:99999",
             "http://[::1",
+            "http://a..b:80",
+            f"http://{'a' * 64}:80",
             "http://127.0.0.1:1/#x",
             "http://127.0.0.1:1/a b",
             "http://127.0.0.1:1/?top=3",
@@ -264,6 +308,9 @@ GARBAGE = {
     "dies in the body": (raw(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"), "before its answer was whole"),
     "dies in a chunk": (
         raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\n{"), "before its answer was whole",
+    ),
+    "a chunk of less than nothing": (
+        raw(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n{}"), "does not speak HTTP|before its answer",
     ),
     "dies in the headers": (raw(b"HTTP/1.1 200 OK\r\nConte"), "not valid JSON|before its answer"),
     "says nothing": (raw(b""), "before its answer was whole"),
