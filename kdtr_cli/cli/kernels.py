@@ -34,7 +34,10 @@ def list_kernels() -> None:
 @click.option("--arch", multiple=True, metavar="sm_XX", help=f"Repeatable.  [default: {', '.join(ARCHITECTURES)}]")
 @click.pass_context
 def compile_command(ctx: click.Context, arch: tuple[str, ...]) -> None:
-    """Compile every kernel with NVRTC and check its PTX against the numerics contract; needs no GPU."""
+    """Compile every kernel and check its PTX.
+
+    NVRTC compiles for each architecture, and what comes out is checked against the numerics contract. No GPU is needed.
+    """
     bad = []
     rows = []
     for made in compile_kernels(arch or ARCHITECTURES):
@@ -62,7 +65,10 @@ def compile_command(ctx: click.Context, arch: tuple[str, ...]) -> None:
 def test_command(
     ctx: click.Context, names: tuple[str, ...], device: str, schedule: int, seed: int, verbose: bool
 ) -> None:
-    """Run kernels on a device and compare them with their NumPy twins, bit for bit."""
+    """Compare kernels with NumPy, bit for bit.
+
+    Each runs on a device, and beside it its NumPy twin on the same inputs.
+    """
     chosen = select_kernels(names)
     if not chosen:
         raise InputError("no kernel chosen")

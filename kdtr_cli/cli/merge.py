@@ -12,7 +12,7 @@ __all__ = ["merge"]
 
 @click.command("merge")
 @click.argument("sweep", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("-o", "output", required=True, type=click.Path(path_type=Path), help="The bundle to write.")
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The bundle to write.")
 @click.option("--force", is_flag=True, help="Overwrite the output.")
 def merge(sweep: Path, output: Path, force: bool) -> None:
     """Merge a sweep into one bundle.

@@ -16,7 +16,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 #: A text, not a path: a Path drops the slash that says "a sweep".
 output_option = click.option(
-    "-o", "output", required=True, type=click.Path(), help="The bundle to write; DIR/ makes a sweep of shards."
+    "-o", "--output", required=True, type=click.Path(), help="The bundle to write; DIR/ makes a sweep of shards."
 )
 
 

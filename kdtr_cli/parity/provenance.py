@@ -186,7 +186,9 @@ def _unknown(golden: Evidence, run: Evidence, path: str) -> str | None:
     """Why two digests can't be compared; None: they can."""
     for evidence in (golden, run):
         if _look_up(evidence.manifest, path) in (None, _MISSING):
-            return f"the {evidence.kind} does not say"
+            says = evidence.kind == "run" and path == "model.weights_used_sha256"
+            how = '; an engine may, in "about"' if says else ""
+            return f"the {evidence.kind} does not say{how}"
     if path == "model.rope_table_sha256":
         # a digest over more positions is another digest of the same table
         lengths = [_look_up(e.manifest, "model.rope_positions") for e in (golden, run)]

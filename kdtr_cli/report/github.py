@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from kdtr_cli.errors import Exit
 from kdtr_cli.parity.results import Report
 from kdtr_cli.parity.verdicts import Level
-from kdtr_cli.report.line import safe, verdict_line
+from kdtr_cli.report.line import hinted, safe, verdict_line
 
 __all__ = ["report_github"]
 
@@ -34,7 +34,9 @@ def _annotations(report: Report) -> Iterator[str]:
         found = [f for f in report.findings if f.level is level]
         for finding in found[:MAX_ANNOTATIONS]:
             led_to = "" if finding.verdict is None else f" {finding.verdict.value}"
-            yield _command(command, f"kdtr diff:{led_to} [{safe(finding.code)}]", safe(finding.message))
+            yield _command(
+                command, f"kdtr diff:{led_to} [{safe(finding.code)}]", safe(finding.message) + hinted(finding)
+            )
         if len(found) > MAX_ANNOTATIONS:
             more.append(f"{len(found) - MAX_ANNOTATIONS} more {command}s")
     if more:

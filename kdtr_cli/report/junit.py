@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 from kdtr_cli.errors import Exit
 from kdtr_cli.parity.results import Report, SequenceResult
 from kdtr_cli.parity.verdicts import Finding, Verdict, exit_code
-from kdtr_cli.report.line import safe, verdict_line
+from kdtr_cli.report.line import hinted, safe, verdict_line
 from kdtr_cli.report.rest import Rest, rest_of
 
 __all__ = ["report_junit"]
@@ -119,7 +119,7 @@ def _unlisted(rest: Rest) -> Iterator[_Case]:
 
 
 def _messages(findings: list[Finding]) -> tuple[str, ...]:
-    lines = [f"{f.level.value}: {safe(f.message)} [{safe(f.code)}]" for f in findings[:MAX_FINDINGS]]
+    lines = [f"{f.level.value}: {safe(f.message)} [{safe(f.code)}]{hinted(f)}" for f in findings[:MAX_FINDINGS]]
     if len(findings) > MAX_FINDINGS:
         lines.append(f"and {len(findings) - MAX_FINDINGS} more findings (--format json lists all)")
     return tuple(lines)

@@ -9,9 +9,9 @@ The order of what stands in it never changes; docs/judging.md is its reference.
 """
 
 from kdtr_cli.parity.results import Report
-from kdtr_cli.parity.verdicts import first_word
+from kdtr_cli.parity.verdicts import Finding, first_word
 
-__all__ = ["safe", "verdict_line"]
+__all__ = ["hinted", "safe", "verdict_line"]
 
 
 def verdict_line(report: Report) -> str:
@@ -67,6 +67,11 @@ def _further(report: Report) -> list[tuple[str, object]]:
     if t.first_tensor is not None:
         pairs.append(("first_tensor", safe(":".join(map(str, t.first_tensor)))))
     return pairs
+
+
+def hinted(finding: Finding) -> str:
+    """What stands behind a finding's text in every report that is read as text: its hint, or nothing."""
+    return f" (hint: {safe(finding.hint)})" if finding.hint else ""
 
 
 def safe(text: str) -> str:

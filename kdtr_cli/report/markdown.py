@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from kdtr_cli.parity.results import Report, SequenceResult
 from kdtr_cli.parity.verdicts import Verdict, first_word
-from kdtr_cli.report.line import safe, verdict_line
+from kdtr_cli.report.line import hinted, safe, verdict_line
 from kdtr_cli.report.rest import rest_of
 
 __all__ = ["report_markdown"]
@@ -98,7 +98,8 @@ def _findings(report: Report, count: int) -> Iterator[str]:
     yield f"<details><summary>Findings: {len(report.findings)}</summary>"
     yield ""
     for finding in report.findings[:count]:
-        yield f"- **{finding.level.value}** {_escape(finding.message)} \\[{_escape(finding.code)}\\]"
+        hint = f" {_escape(hinted(finding))}" if finding.hint else ""
+        yield f"- **{finding.level.value}** {_escape(finding.message)} \\[{_escape(finding.code)}\\]{hint}"
     if more := len(report.findings) - count:
         yield f"- and {more} more (--format json lists all)"
     yield ""

@@ -19,7 +19,7 @@ from kdtr_cli.parity.traces import TraceResult, step_of
 from kdtr_cli.parity.verdicts import Level, Verdict
 from kdtr_cli.report.divergence import Look, divergence, passage
 from kdtr_cli.report.headroom import suggestion_lines, used_line
-from kdtr_cli.report.line import safe, verdict_line
+from kdtr_cli.report.line import hinted, safe, verdict_line
 from kdtr_cli.report.meaning import MEANS
 from kdtr_cli.report.overview import overview_table, verdict_style
 from kdtr_cli.report.strip import legend, strip
@@ -309,7 +309,6 @@ def _columns(
 def _findings(report: Report) -> Iterator[str | Text]:
     for finding in report.findings[:MAX_FINDINGS]:
         level = (f"{finding.level.value:<8}", _LEVELS[finding.level])
-        hint = f" (hint: {finding.hint})" if finding.hint else ""
-        yield Text.assemble(level, safe(finding.message), (f" [{safe(finding.code)}]", "dim"), hint)
+        yield Text.assemble(level, safe(finding.message), (f" [{safe(finding.code)}]", "dim"), hinted(finding))
     if len(report.findings) > MAX_FINDINGS:
         yield f"{'':<8}and {len(report.findings) - MAX_FINDINGS} more findings (--format json lists all)"

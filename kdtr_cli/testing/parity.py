@@ -85,8 +85,8 @@ def assert_parity(
         report, made = _judge_memory(Path(golden), run, options, tier, teacher_forced, about or {})
     if report.exit_code is Exit.AGREES:
         return report
-    text, saved = _replay(Path(golden), run, made, options, save)
-    raise ParityError(text + report_short(report), report, saved)
+    notes, saved = _replay(Path(golden), run, made, options, save)
+    raise ParityError(report_short(report, notes), report, saved)
 
 
 def replay_command(golden: Path, run: Path, options: JudgeOptions) -> str:
@@ -170,14 +170,14 @@ def _replay(
     made: MadeRun | None,
     options: JudgeOptions,
     save: str | Path | None,
-) -> tuple[str, Path | None]:
+) -> tuple[list[str], Path | None]:
     """The line with the command, and where the run is; a run that can't be kept changes no verdict."""
     kept = Path(run) if isinstance(run, str | os.PathLike) else None
-    note = ""
+    notes = []
     if save is not None:
         try:
             if kept is None and (made is None or not made.sequences):
-                note = "not saved: no bundle can hold such outputs\n"
+                notes.append("not saved: no bundle can hold such outputs")
             elif kept is None:
                 save_run(made, Path(save))
                 kept = Path(save)
@@ -185,10 +185,10 @@ def _replay(
                 _copy(kept, Path(save))
                 kept = Path(save)
         except (InputError, DeviceError, OSError) as error:
-            note = f"not saved: {error}\n"
+            notes.append(f"not saved: {error}")
     if kept is None:
-        return note, None
-    return f"{note}again: {replay_command(golden, kept, options)}\n", kept
+        return notes, None
+    return [*notes, f"again: {replay_command(golden, kept, options)}"], kept
 
 
 def _copy(source: Path, target: Path) -> None:

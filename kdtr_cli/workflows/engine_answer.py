@@ -140,7 +140,9 @@ def _ids(where: str, name: str, array: object, vocab: int, dimensions: int) -> n
 def _floats(where: str, name: str, array: object, shape: tuple[int, ...]) -> np.ndarray:
     """As float32, which holds every float16 and bfloat16: no bit is lost, not finite ones neither."""
     if not isinstance(array, np.ndarray) or array.dtype not in _FLOATS or array.shape != shape:
-        raise EngineError(f"{where}: {name} is {_what(array)}, not float32, float16 or bfloat16 {list(shape)}")
+        message = f"{where}: {name} is {_what(array)}, not float32, float16 or bfloat16 {list(shape)}"
+        wide = isinstance(array, np.ndarray) and array.dtype == np.float64
+        raise EngineError(f"{message}; cast it to float32 yourself, kdtr rounds nothing" if wide else message)
     with np.errstate(invalid="ignore"):  # a signalling NaN
         return np.ascontiguousarray(array.astype(np.float32))
 

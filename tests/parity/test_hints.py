@@ -7,7 +7,7 @@ from importlib import resources
 
 import numpy as np
 import pytest
-from parity_cases import golden_side, perturb, run_side
+from parity_cases import golden_side, make_tie, perturb, run_side
 from rounds_cases import round_pair, rounds_of
 from trace_cases import CONFIG, DENSE, MOE, PROMPT, noise, traced_pair
 
@@ -300,6 +300,15 @@ def test_sampler():
     run.one.logits["engine"][-1] += np.linspace(0, 1, 40, dtype=np.float32)
     run.one.tokens[-1] = run.one.logits["engine"][-1].argmax()
     assert "sampler" not in hints(golden, run).values()
+
+
+def test_within_a_tolerance_a_run_that_took_its_own_largest_logit_has_no_sampler_to_blame():
+    for options in ({"atol": 1e-2}, {"max_kl": 1e-2}):
+        golden = golden_side()
+        run = run_side(golden)
+        make_tie(golden, run, 3)
+        report = judge(golden.evidence(), run.evidence(), JudgeOptions(**options))
+        assert [(f.code, f.hint) for f in report.findings] == [("tokens.diverged", None)]
 
 
 def test_stop():

@@ -490,6 +490,13 @@ class TestTieBreak:
         assert report.totals.rows_compared == 3 + 6
         assert "--teacher-force" in report.findings[0].message
 
+    def test_the_tokens_of_a_free_run_after_the_tie_follow_other_tokens_and_count_for_nothing(self):
+        golden, run = pair()
+        make_tie(golden, run, 2)
+        run.one.tokens[4:] = (golden.one.tokens[4:] + 7) % 40
+        report = report_of(golden, run, atol=2e-3)
+        assert "it is a tie, but 3 later steps were not compared" in report.findings[0].message
+
     def test_a_free_run_at_the_last_step_has_no_later_ones(self):
         golden, run = pair()
         make_tie(golden, run, 5)

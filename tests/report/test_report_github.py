@@ -11,7 +11,7 @@ from report_cases import NASTY, REPORTS, judged, many, pair
 from kdtr_cli.errors import Exit
 from kdtr_cli.report import github as module
 from kdtr_cli.report.github import report_github
-from kdtr_cli.report.line import safe, verdict_line
+from kdtr_cli.report.line import hinted, safe, verdict_line
 
 pytestmark = pytest.mark.quick
 
@@ -59,7 +59,7 @@ def test_every_finding_is_an_annotation_of_its_level(name):
     if report.findings:
         level = {"error": "error", "warning": "warning", "note": "notice"}
         assert Counter((n, m) for n, _, m in commands) == Counter(
-            (level[f.level.value], safe(f.message)) for f in report.findings
+            (level[f.level.value], safe(f.message) + hinted(f)) for f in report.findings
         )
     errors = [c for c in commands if c[0] == "error"]
     assert bool(errors) == (report.exit_code is not Exit.AGREES)

@@ -191,6 +191,13 @@ class TestDocument:
         assert "The run has 2 sequences that the golden lacks." in made.text
         assert f"{len(report.findings) - MAX_FINDINGS} more findings are not listed" in made.text
 
+    def test_findings_show_their_hints(self):
+        report = REPORTS["trace parts"]()
+        found = {f.hint for f in report.findings if f.hint is not None}
+        assert found
+        page = report_html(report)
+        assert all(f"hint: {hint}</span>" in page for hint in found)
+
     def test_the_rules_say_where_they_came_from(self):
         made = page(REPORTS["within"]())
         for rule in ("atol0.01|run − golden| ≤ atol + rtol · |golden|--atol", "|golden|0 beside --atol", "max_kl1KL("):

@@ -105,6 +105,12 @@ def test_a_failure_says_where_by_how_much_and_the_line():
     assert third.result == []
 
 
+def test_a_failure_shows_the_hint():
+    report = REPORTS["trace parts"]()
+    (hint,) = {f.hint for f in report.findings if f.code == "trace.parted"}
+    assert f"[trace.parted] (hint: {hint})" in report_junit(report)
+
+
 def test_missing_and_extra_sequences_fail_by_name():
     assert kinds(read(missing_and_extra())) == {"s0": None, "s1": "Failure", "s2": None, "other": "Failure"}
 

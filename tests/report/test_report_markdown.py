@@ -5,7 +5,7 @@ from markdown_it import MarkdownIt
 from report_cases import NASTY, REPORTS, judged, many, pair, sweep
 
 from kdtr_cli.parity import combine as combine_module
-from kdtr_cli.report.line import safe, verdict_line
+from kdtr_cli.report.line import hinted, safe, verdict_line
 from kdtr_cli.report.markdown import report_markdown
 
 pytestmark = pytest.mark.quick
@@ -55,7 +55,7 @@ def test_verdict_line_sequences_and_findings(name):
     assert code == verdict_line(report)
     assert [row[:3] for row in rows[1:]] == [[str(s.index), safe(s.id), s.verdict.value] for s in report.sequences]
     assert all(len(row) == 7 for row in rows)
-    assert items == [f"{f.level.value} {safe(f.message)} [{safe(f.code)}]" for f in report.findings]
+    assert items == [f"{f.level.value} {safe(f.message)} [{safe(f.code)}]{hinted(f)}" for f in report.findings]
 
 
 def test_a_row_says_where_and_by_how_much():

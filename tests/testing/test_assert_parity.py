@@ -220,6 +220,7 @@ class TestPaths:
         saved = tmp_path / "it's a run.h5"
         error = refused(golden, right, save=saved, **options)
         assert error.saved == saved
+        assert str(error).startswith("error: sequence '0': logits out of tolerance")
         (command,) = [line for line in str(error).splitlines() if line.startswith("again: ")]
         words = shlex.split(command.removeprefix("again: "))
         assert words[:3] == ["kdtr", "--no-config", "diff"]

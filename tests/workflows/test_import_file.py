@@ -267,7 +267,7 @@ HOSTILE = {
     "three dimensions": (npy(np.zeros((2, 3, VOCAB), np.float32)), "neither logits"),
     "a scalar": (npy(np.float32(1)), "neither logits"),
     "floats for tokens": (npy(np.zeros(6, np.float32)), "neither logits"),
-    "double logits": (npy(np.zeros((6, VOCAB))), "not float32"),
+    "double logits": (npy(np.zeros((6, VOCAB))), "cast it to float32"),
     "tokens outside": (npy(np.full(6, VOCAB, np.int32)), "outside the vocabulary"),
     "half a zip": (b"PK\x03\x04" + b"\0" * 40, "not a whole npz"),
     "half of JSON": (b'[{"choices": [', "not valid JSON"),

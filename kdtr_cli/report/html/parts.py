@@ -109,7 +109,7 @@ def findings(report: Report) -> str:
         return f'{title}</h2><p class="quiet">Nothing to report.</p></section>'
     items = "".join(
         f'<li class="{f.level.value}"><span class="tag">{f.level.value}</span> <bdi>{esc(f.message)}</bdi> '
-        f"<code>{esc(f.code, 120)}</code></li>"
+        f"<code>{esc(f.code, 120)}</code>{_hint(f)}</li>"
         for f in found[:MAX_FINDINGS]
     )
     more = len(found) - MAX_FINDINGS
