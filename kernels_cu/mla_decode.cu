@@ -1,7 +1,7 @@
-// mla_decode.cu: absorbed attention over a bf16 latent cache of 512 + 64, on matrix units (tier bf16).
+// mla_decode.cu: absorbed attention over a bf16 latent cache of 512 + 64, on matrix units: ranges of positions, each by itself
+// (tier bf16). mla_combine.cu joins them.
 //
-// mla_decode ranges of positions, each by itself
-// in   query     bf16 [rows, heads, 576]                   absorbed latent query | rotated query; heads a multiple of 16
+// in   query     bf16 [rows, heads, 576]                   absorbed latent query | rotated query; heads a multiple of H
 //      cache     bf16 [slots, capacity, 576]               latent | rotated key
 //      positions int32 [rows], slots int32 [rows]          row i sees positions 0..positions[i] of slot slots[i]
 //      tree_starts int32 [rows] or null, paths int32 [rows, path_row] or null
@@ -10,31 +10,21 @@
 // out  states    float32 [rows, heads, ranges, 2]          maximum of the range's scores * log2(e), sum of 2^(score - maximum)
 //      vectors   float32 [rows, heads, ranges, 512]        sum of 2^(score - maximum) * latent
 //
-// mla_combine
-// in   states, vectors, positions
-// out  o         bf16 [rows, heads, 512]
-//
-// launch  mla_decode: grid (ranges, heads / 16, rows), block 128, shared memory SHARED below (two blocks an SM of sm_90, one of
-//         sm_120); mla_combine: grid (heads, rows), block 128
-// work    a block has 16 heads of a row and tiles of 32 keys: scores by 8 keys a warp, vectors by 128 columns a warp. Keys
-//         are gathered by position while they are fetched, so the rows of a tree cost what others do.
+// launch  mla_decode_hH: grid (heads / H, ranges, rows), block 128, shared memory 2 * 32 * 1168 + H * (1152 + 64 + 28) + 16: two
+//         blocks an SM of sm_90; of sm_120 one, and H = 16 alone.
+// work    a block has H heads of a row and tiles of 32 keys: scores by 8 keys a warp, vectors by 128 columns a warp. Keys are
+//         gathered by position while they are fetched, so the rows of a tree cost what others do. H = 32 reads each key half
+//         as often: from 16384 positions or several rows on. The bits are those of H = 16.
 // order   by position. Ranges of range_size(length) positions from 0 on, so a row's own length decides; in a range tiles
 //         ascending: score = (even steps of 16 elements) + (odd steps), a running maximum, 2^x rounded to bf16 before it is
-//         summed (by the same instruction, with a column of ones) and multiplied. Ranges ascending by fused multiply-add.
-// bytes   rows * heads / 16 * length * 1152, mostly from the second-level cache; states and vectors written and read
-#include "mma.cuh"
+//         summed (by the same instruction, with a column of ones) and multiplied
+// bytes   rows * heads / H * length * 1152, mostly from the second-level cache; states and vectors written and read
+#include "mla.cuh"
 
-#define LATENT 512
 #define WIDTH 576
 #define TILE 32
-#define HEADS 16
 #define QUERY_BYTES 1152          // a query row in shared memory, its 16-byte units swizzled by row
 #define KEY_BYTES 1168            // a key row: 16 bytes more, so that eight rows fall on different banks
-#define STATE_FLOATS 128          // warps' maxima [4][16], running maxima [2][16], factors [16]
-#define SHARED (2 * TILE * KEY_BYTES + HEADS * QUERY_BYTES + HEADS * TILE * 2 + 4 * STATE_FLOATS + 16)
-
-// Positions of a range for a row that sees this many.
-__device__ __forceinline__ int range_size(int length) { return length <= 2048 ? 128 : length <= 16384 ? 256 : 512; }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
@@ -46,11 +36,6 @@ __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(at));
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 __device__ __forceinline__ u32 two_bf16(float low, float high) {
   u32 r;
@@ -103,24 +88,27 @@ struct Fetch {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(128, 2)
-    mla_decode(const bf16* query, const bf16* cache, const int* positions, const int* slots, const int* tree_starts, const int* paths,
-               float* states, float* vectors, int heads, int capacity, int ranges, int path_row, float scale) {
+// 16 G heads of one row over one range.
+template <int G>
+__device__ __forceinline__ void decode(const bf16* query, const bf16* cache, const int* positions, const int* slots,
+                                       const int* tree_starts, const int* paths, float* states, float* vectors, int heads,
+                                       int capacity, int ranges, int path_row, float scale) {
+  constexpr int H = 16 * G;
   extern __shared__ __align__(128) char memory[];
   wait_for_inputs();
   start_dependents();
-  const int row = blockIdx.z, head = blockIdx.y * HEADS, length = positions[row] + 1, size = range_size(length);
-  const int first = blockIdx.x * size;
+  const int row = blockIdx.z, head = blockIdx.x * H, length = positions[row] + 1, size = range_size(length);
+  const int first = blockIdx.y * size;
   if (first >= length) return;
   const int last = min(length, first + size), tiles = (last - first + TILE - 1) / TILE;
   const int start = tree_starts ? tree_starts[row] : 0x7fffffff;
   const int t = threadIdx.x, lane = t & 31, warp = t >> 5, g = lane >> 2, c4 = lane & 3;
   char* const query_part = memory + 2 * TILE * KEY_BYTES;
-  char* const weights_part = query_part + HEADS * QUERY_BYTES;
-  float* const peaks = (float*)(weights_part + HEADS * TILE * 2);
-  float *const running = peaks + 64, *const factors = peaks + 96;
+  char* const weights_part = query_part + H * QUERY_BYTES;
+  float* const peaks = (float*)(weights_part + H * TILE * 2);  // of the warps [4][H]
+  float *const running = peaks + 4 * H, *const factors = running + 2 * H;
   const u32 keys = shared_address(memory), q = shared_address(query_part), p = shared_address(weights_part);
-  Fetch fetch = {keys, shared_address(peaks + STATE_FLOATS)};
+  Fetch fetch = {keys, shared_address(factors + H)};
   fetch.begin();
   const bf16* const base = cache + (i64)slots[row] * capacity * WIDTH;
   auto start_tile = [&](int tile) {
@@ -131,115 +119,133 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     });
   };
   start_tile(0);
-  for (int i = t; i < HEADS * (WIDTH / 8); i += 128) {
+  for (int i = t; i < H * (WIDTH / 8); i += 128) {
     const int r = i / (WIDTH / 8), u = i % (WIDTH / 8);
     *(uint4*)(query_part + r * QUERY_BYTES + ((u ^ (r & 7)) << 4)) = ((const uint4*)(query + ((i64)row * heads + head + r) * WIDTH))[u];
   }
-  if (t < HEADS) running[t] = -1e30f;
-  float o[16][4], sum[4] = {0.f, 0.f, 0.f, 0.f};
+  if (t < H) running[t] = -1e30f;
+  float o[G][16][4], sum[G][4];
 #pragma unroll
-  for (int j = 0; j < 16; ++j) o[j][0] = o[j][1] = o[j][2] = o[j][3] = 0.f;
+  for (int i = 0; i < G; ++i) {
+    sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.f;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) o[i][j][0] = o[i][j][1] = o[i][j][2] = o[i][j][3] = 0.f;
+  }
   for (int tile = 0; tile < tiles; ++tile) {
     fetch.wait(tile & 1, tile >> 1);
     __syncthreads();  // everybody has left the other half of the buffer
     if (tile + 1 < tiles) start_tile(tile + 1);
     const u32 here = keys + (tile & 1) * TILE * KEY_BYTES;
-    float s[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
+    float s[G][2][4];
+#pragma unroll
+    for (int i = 0; i < G; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) s[i][0][c] = s[i][1][c] = 0.f;
 #pragma unroll 6
     for (int k = 0; k < WIDTH / 32; ++k) {
       u32 b[4], a[4];
       load_matrices(b, here + (warp * 8 + (lane & 7)) * KEY_BYTES + (k * 4 + (lane >> 3)) * 16);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int r = lane & 15, u = k * 4 + e * 2 + (lane >> 4);
-        load_matrices(a, q + r * QUERY_BYTES + ((u ^ (r & 7)) << 4));
-        mma(s[e], a[0], a[1], a[2], a[3], b[e * 2], b[e * 2 + 1]);
+      for (int i = 0; i < G; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int r = i * 16 + (lane & 15), u = k * 4 + e * 2 + (lane >> 4);
+          load_matrices(a, q + r * QUERY_BYTES + ((u ^ (r & 7)) << 4));
+          mma(s[i][e], a[0], a[1], a[2], a[3], b[e * 2], b[e * 2 + 1]);
+        }
+    }
+    // this lane: of each 16 heads g and g + 8, keys 2 c4 and 2 c4 + 1 of the warp's eight
+#pragma unroll
+    for (int i = 0; i < G; ++i) {
+      float top[2] = {-1e30f, -1e30f};
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int at = first + tile * TILE + warp * 8 + 2 * c4 + (c & 1);
+        s[i][0][c] = at < last ? (s[i][0][c] + s[i][1][c]) * scale : -1e30f;
+        top[c >> 1] = fmaxf(top[c >> 1], s[i][0][c]);
       }
-    }
-    // this lane: heads g and g + 8, keys 2 c4 and 2 c4 + 1 of the warp's eight
-    float top[2] = {-1e30f, -1e30f};
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int at = first + tile * TILE + warp * 8 + 2 * c4 + (c & 1);
-      s[0][c] = at < last ? (s[0][c] + s[1][c]) * scale : -1e30f;
-      top[c >> 1] = fmaxf(top[c >> 1], s[0][c]);
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      top[h] = fmaxf(top[h], __shfl_xor_sync(FULL_WARP, top[h], 1));
-      top[h] = fmaxf(top[h], __shfl_xor_sync(FULL_WARP, top[h], 2));
-      if (c4 == 0) peaks[warp * 16 + g + 8 * h] = top[h];
+      for (int h = 0; h < 2; ++h) {
+        top[h] = fmaxf(top[h], __shfl_xor_sync(FULL_WARP, top[h], 1));
+        top[h] = fmaxf(top[h], __shfl_xor_sync(FULL_WARP, top[h], 2));
+        if (c4 == 0) peaks[warp * H + i * 16 + g + 8 * h] = top[h];
+      }
     }
     __syncthreads();
     const int now = tile & 1;
     auto peak = [&](int h) {
-      float m = running[now * 16 + h];
+      float m = running[now * H + h];
 #pragma unroll
-      for (int w = 0; w < 4; ++w) m = fmaxf(m, peaks[w * 16 + h]);
+      for (int w = 0; w < 4; ++w) m = fmaxf(m, peaks[w * H + h]);
       return m;
     };
-    if (t < HEADS) {
+    if (t < H) {
       const float m = peak(t);
-      factors[t] = exp2_fast(running[now * 16 + t] - m);
-      running[(now ^ 1) * 16 + t] = m;
+      factors[t] = exp2_fast(running[now * H + t] - m);
+      running[(now ^ 1) * H + t] = m;
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = g + 8 * h;
-      const float m = peak(r);
-      const u32 at = p + r * (TILE * 2) + ((warp ^ (r >> 1 & 3)) << 4) + c4 * 4;
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(two_bf16(exp2_fast(s[0][2 * h] - m), exp2_fast(s[0][2 * h + 1] - m))) : "memory");
-    }
+    for (int i = 0; i < G; ++i)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int r = i * 16 + g + 8 * h;
+        const float m = peak(r);
+        const u32 at = p + r * (TILE * 2) + ((warp ^ (r >> 1 & 3)) << 4) + c4 * 4;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(two_bf16(exp2_fast(s[i][0][2 * h] - m), exp2_fast(s[i][0][2 * h + 1] - m)))
+                     : "memory");
+      }
     __syncthreads();
-    const float low = factors[g], high = factors[g + 8];
-    sum[0] *= low, sum[1] *= low, sum[2] *= high, sum[3] *= high;
 #pragma unroll
-    for (int j = 0; j < 16; ++j) o[j][0] *= low, o[j][1] *= low, o[j][2] *= high, o[j][3] *= high;
+    for (int i = 0; i < G; ++i) {
+      const float low = factors[i * 16 + g], high = factors[i * 16 + g + 8];
+      sum[i][0] *= low, sum[i][1] *= low, sum[i][2] *= high, sum[i][3] *= high;
+#pragma unroll
+      for (int j = 0; j < 16; ++j) o[i][j][0] *= low, o[i][j][1] *= low, o[i][j][2] *= high, o[i][j][3] *= high;
+    }
 #pragma unroll
     for (int k = 0; k < TILE / 16; ++k) {
-      u32 a[4];
-      const int r = lane & 15, u = k * 2 + (lane >> 4);
-      load_matrices(a, p + r * (TILE * 2) + ((u ^ (r >> 1 & 3)) << 4));
-      mma(sum, a[0], a[1], a[2], a[3], 0x3f803f80u, 0x3f803f80u);
+      u32 a[G][4];
+#pragma unroll
+      for (int i = 0; i < G; ++i) {
+        const int r = i * 16 + (lane & 15), u = k * 2 + (lane >> 4);
+        load_matrices(a[i], p + r * (TILE * 2) + ((u ^ (r >> 1 & 3)) << 4));
+        mma(sum[i], a[i][0], a[i][1], a[i][2], a[i][3], 0x3f803f80u, 0x3f803f80u);
+      }
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         u32 v[4];
         load_transposed(v, here + (k * 16 + (lane & 15)) * KEY_BYTES + (warp * 16 + j * 2 + (lane >> 4)) * 16);
-        mma(o[2 * j], a[0], a[1], a[2], a[3], v[0], v[1]);
-        mma(o[2 * j + 1], a[0], a[1], a[2], a[3], v[2], v[3]);
+#pragma unroll
+        for (int i = 0; i < G; ++i) {
+          mma(o[i][2 * j], a[i][0], a[i][1], a[i][2], a[i][3], v[0], v[1]);
+          mma(o[i][2 * j + 1], a[i][0], a[i][1], a[i][2], a[i][3], v[2], v[3]);
+        }
       }
     }
   }
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const i64 out = ((i64)row * heads + head + g + 8 * h) * ranges + blockIdx.x;
+  for (int i = 0; i < G; ++i)
 #pragma unroll
-    for (int j = 0; j < 16; ++j) *(float2*)(vectors + out * LATENT + warp * 128 + j * 8 + c4 * 2) = {o[j][2 * h], o[j][2 * h + 1]};
-    if (warp == 0 && c4 == 0) {
-      states[2 * out] = running[(tiles & 1) * 16 + g + 8 * h];
-      states[2 * out + 1] = sum[2 * h];
+    for (int h = 0; h < 2; ++h) {
+      const int r = i * 16 + g + 8 * h;
+      const i64 out = ((i64)row * heads + head + r) * ranges + blockIdx.y;
+#pragma unroll
+      for (int j = 0; j < 16; ++j)
+        *(float2*)(vectors + out * LATENT + warp * 128 + j * 8 + c4 * 2) = {o[i][j][2 * h], o[i][j][2 * h + 1]};
+      if (warp == 0 && c4 == 0) {
+        states[2 * out] = running[(tiles & 1) * H + r];
+        states[2 * out + 1] = sum[i][2 * h];
+      }
     }
-  }
 }
 
-extern "C" __global__ void __launch_bounds__(128)
-    mla_combine(const float* states, const float* vectors, const int* positions, bf16* o, int heads, int ranges) {
-  const int head = blockIdx.x, row = blockIdx.y;
-  wait_for_inputs();
-  start_dependents();
-  const int length = positions[row] + 1, count = (length + range_size(length) - 1) / range_size(length);
-  const i64 first = ((i64)row * heads + head) * ranges;
-  float top = -1e30f;
-  for (int r = 0; r < count; ++r) top = fmaxf(top, states[2 * (first + r)]);
-  float total = 0.f, a = 0.f, b = 0.f, c = 0.f, d = 0.f;
-#pragma unroll 8
-  for (int r = 0; r < count; ++r) {
-    const float2 state = *(const float2*)(states + 2 * (first + r));
-    const float4 v = *(const float4*)(vectors + (first + r) * LATENT + threadIdx.x * 4);
-    const float w = exp2_fast(state.x - top);
-    total = fmaf(w, state.y, total);
-    a = fmaf(w, v.x, a), b = fmaf(w, v.y, b), c = fmaf(w, v.z, c), d = fmaf(w, v.w, d);
+#define KERNEL(name, G)                                                                                                     \
+  extern "C" __global__ void __launch_bounds__(128, 2)                                                                      \
+      name(const bf16* query, const bf16* cache, const int* positions, const int* slots, const int* tree_starts,            \
+           const int* paths, float* states, float* vectors, int heads, int capacity, int ranges, int path_row,              \
+           float scale) {                                                                                                   \
+    decode<G>(query, cache, positions, slots, tree_starts, paths, states, vectors, heads, capacity, ranges, path_row,       \
+              scale);                                                                                                       \
   }
-  const float r = 1.0f / total;
-  *(uint2*)(o + ((i64)row * heads + head) * LATENT + threadIdx.x * 4) = {two_bf16(a * r, b * r), two_bf16(c * r, d * r)};
-}
+KERNEL(mla_decode_h16, 1)
+KERNEL(mla_decode_h32, 2)

@@ -35,9 +35,13 @@ __device__ __forceinline__ void gate_up(const bf16* x, const bf16* w, bf16* h, i
   }
 KERNEL(mma_gate_up_w1_m1, 1, 1, 1, 0, 16)
 KERNEL(mma_gate_up_w1_m2, 1, 2, 1, 0, 16)
+KERNEL(mma_gate_up_w1_m4, 1, 4, 1, 0, 16)
 KERNEL(mma_gate_up_w4_m1, 4, 1, 2, 0, 4)
 KERNEL(mma_gate_up_w4_m2, 4, 2, 1, 0, 4)
+KERNEL(mma_gate_up_w4_m4, 4, 4, 1, 0, 2)
 KERNEL(mma_gate_up_w8_m1, 8, 1, 2, 0, 2)
 KERNEL(mma_gate_up_w8_m2, 8, 2, 2, 0, 2)
+KERNEL(mma_gate_up_w8_m4, 8, 4, 1, 0, 2)
 KERNEL(mma_gate_up_w8_m1_k7168, 8, 1, 2, 7168, 2)
 KERNEL(mma_gate_up_w8_m2_k7168, 8, 2, 2, 7168, 2)
+KERNEL(mma_gate_up_w8_m4_k7168, 8, 4, 1, 7168, 2)

@@ -1,4 +1,4 @@
-// mma_matmul.cuh: the product of up to 16 rows of bf16 with a streamed bf16 matrix, on matrix units (tier bf16).
+// mma_matmul.cuh: the product of up to 32 rows of bf16 with a streamed bf16 matrix, on matrix units (tier bf16).
 //
 // mma_matmul_*.cu and mma_expert_*.cu say what is multiplied; this file has the contract.
 //

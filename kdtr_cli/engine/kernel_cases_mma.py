@@ -17,12 +17,12 @@ __all__ = ["MMA_CASES"]
 f32, i32, u16 = np.float32, np.int32, np.uint16
 
 #: rows, outputs, k: around tiles of 8 and 16 rows, tiles of 16 outputs, units of 64
-_SIZES = ((1, 16, 64), (2, 1, 8), (3, 40, 192), (7, 33, 72), (8, 17, 1536), (9, 20, 136), (16, 48, 512), (17, 5, 1096))
+_SIZES = ((1, 16, 64), (2, 1, 8), (3, 40, 192), (7, 33, 72), (8, 17, 1536), (9, 20, 136), (16, 48, 512), (33, 5, 1096))
 
 
 def _sizes(fixed: int | None) -> list[tuple[int, int, int]]:
     """Of a kernel that takes one k only its own: the rest is the other variants' to show."""
-    return [(1, 16, fixed), (9, 3, fixed), (17, 18, fixed)] if fixed else list(_SIZES)
+    return [(1, 16, fixed), (9, 3, fixed), (33, 18, fixed)] if fixed else list(_SIZES)
 
 
 def _mma_matmul(rng: np.random.Generator, kernel: str) -> Iterator[Case]:
@@ -189,19 +189,22 @@ def _attn16_combine(rng: np.random.Generator, kernel: str) -> Iterator[Case]:
 
 
 #: positions of the rows: around a tile, a range, and where ranges grow
-_MLA = ((0,), (31, 32, 63), (127, 128, 500), (2047, 2048), (2300, 7))
+_MLA = ((0,), (31, 32, 63), (64, 127, 500), (2047, 2048), (2300, 7))
 
 
 def _mla_decode(rng: np.random.Generator, kernel: str) -> Iterator[Case]:
-    sizes = mla(16, MLA_LATENT, MLA_WIDTH - MLA_LATENT)
+    heads = 32
+    sizes = mla(heads, MLA_LATENT, MLA_WIDTH - MLA_LATENT)
     inputs = [(f"positions {p}", in_order(rng, sizes, p)) for p in _MLA]
-    inputs += [
-        (f"trees at {starts}", in_trees(rng, sizes, starts, BUSHY, gap)) for starts, gap in (((0, 5), 0), ((126,), 3))
-    ]
+    for starts, gap in (((0, 5), 0), ((126,), 3)):
+        inputs.append((f"trees at {starts}", in_trees(rng, sizes, starts, BUSHY, gap)))
     for label, v in inputs:
         rows, ranges = v["rows"], mla_ranges(v["capacity"])
-        v |= {"query": _rows(rng, rows, 16 * MLA_WIDTH).reshape(rows, 16, -1), "cache": bits_of(v["cache"], "bf16")}
-        v |= {"states": poison(rows, 16, ranges, 2), "vectors": poison(rows, 16, ranges, MLA_LATENT)}
+        v |= {
+            "query": _rows(rng, rows, heads * MLA_WIDTH).reshape(rows, heads, -1),
+            "cache": bits_of(v["cache"], "bf16"),
+        }
+        v |= {"states": poison(rows, heads, ranges, 2), "vectors": poison(rows, heads, ranges, MLA_LATENT)}
         yield Case(label, {**v, "ranges": ranges, "scale": 0.2})
 
 

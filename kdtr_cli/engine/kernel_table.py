@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DTYPES", "Arg", "Dims", "Grid", "Kernel", "args", "up"]
+__all__ = ["DTYPES", "SHARED_LIMIT", "Arg", "Dims", "Grid", "Kernel", "args", "up"]
+
+SHARED_LIMIT = 99 << 10  #: bytes of shared memory that a block has on every architecture (sm_120 has the least)
 
 DTYPES = {
     "f32": np.dtype(np.float32),
@@ -55,6 +57,8 @@ class Kernel:
     overlaps: bool = False
     #: its instructions have no counterpart on the CPU device: tested on a GPU alone
     gpu_only: bool = False
+    #: the most shared memory of a block that it is made for: what every architecture has, or more where another serves
+    shared_limit: int = SHARED_LIMIT
     #: bytes that must move through device memory and floating-point operations, for benchmarks
     bytes: Callable[[Dims], int] = lambda d: 0
     flops: Callable[[Dims], int] = lambda d: 0

@@ -8,15 +8,34 @@ with _kK its k is known to the compiler. W and k decide the bits, nothing else d
 import re
 from collections.abc import Callable
 
-from kdtr_cli.engine.kernel_table import Dims, Kernel, args, up
+from kdtr_cli.engine.kernel_table import SHARED_LIMIT, Dims, Kernel, args, up
 
-__all__ = ["MLA_LATENT", "MLA_WIDTH", "MMA", "RANGE", "fixed_k", "has_mla", "mla_ranges", "mma_expert", "mma_gate_up"]
+__all__ = [
+    "MLA_LATENT",
+    "MLA_WIDTH",
+    "MMA",
+    "RANGE",
+    "fixed_k",
+    "has_mla",
+    "mla_decode",
+    "mla_ranges",
+    "mma_expert",
+    "mma_gate_up",
+]
 __all__ += ["mma_matmul", "warps"]
 
 RANGE = 256  # positions of one range of the attention (attention16.cu)
 
-#: W → (T for a block of one tile of 8 rows, T for one of two), and the values of k that the compiler knows
-_TILES = {1: (1, 1), 4: (1, 1), 8: (1, 2), 16: (1, 1)}
+#: W → up to this many rows: tiles of 8 rows M and of 16 outputs T of a block, as measured on an H200 (docs/log.md); the
+#: last takes more rows too, reading the weights once for every 8 M
+_TILES = {
+    1: ((8, 1, 1), (16, 2, 1), (32, 4, 1)),
+    4: ((8, 1, 1), (16, 2, 1), (32, 4, 2)),
+    8: ((8, 1, 1), (16, 2, 2), (24, 3, 2), (32, 4, 2)),
+    16: ((8, 1, 1), (16, 2, 1), (32, 4, 1), (64, 4, 2)),
+}
+_PAIRED_TILES = ((8, 1), (16, 2), (32, 4))  # of gate and up: rows, M
+#: W → the values of k that the compiler knows
 _MATMUL_K = {1: (), 4: (1536, 2048), 8: (7168, 8192), 16: (7168,)}
 _GATE_UP_K = {1: (), 4: (), 8: (7168,)}
 _EXPERT_GATE_UP_K = {1: (), 4: (), 8: (7168,)}
@@ -28,7 +47,11 @@ _SUMS, _SOFTMAX = 2.0**-18, 2.0**-8
 
 #: what mla_decode.cu is made for: latent and rotary width, and heads of a block
 MLA_LATENT, MLA_WIDTH, _MLA_HEADS = 512, 576, 16
-_MLA_SHARED = 2 * 32 * 1168 + 16 * 1152 + 16 * 64 + 4 * 128 + 16  # SHARED there
+_RANGE_SIZES = ((2048, 64), (16384, 128), (65536, 256))  # up to this length, positions of a range
+
+
+def _mla_shared(heads: int) -> int:
+    return 2 * 32 * 1168 + heads * (1152 + 64 + 28) + 16
 
 
 def warps(n: int, k: int) -> int:
@@ -49,14 +72,15 @@ def _paired_warps(k: int) -> int:
 def mma_matmul(rows: int, n: int, k: int) -> str:
     """The kernel for a product of this many rows with a matrix [n, k]."""
     w = warps(n, k)
-    m = 1 if rows <= 8 else 2
-    return _named("mma_matmul", f"w{w}_m{m}_t{_TILES[w][m - 1]}", k, _MATMUL_K[w])
+    m, t = next(((m, t) for most, m, t in _TILES[w] if rows <= most), _TILES[w][-1][1:])
+    return _named("mma_matmul", f"w{w}_m{m}_t{t}", k, _MATMUL_K[w])
 
 
 def mma_gate_up(rows: int, k: int) -> str:
     """The kernel for gate and up projection of rows of k elements."""
     w = _paired_warps(k)
-    return _named("mma_gate_up", f"w{w}_m{1 if rows <= 8 else 2}", k, _GATE_UP_K[w])
+    m = next((m for most, m in _PAIRED_TILES if rows <= most), _PAIRED_TILES[-1][1])
+    return _named("mma_gate_up", f"w{w}_m{m}", k, _GATE_UP_K[w])
 
 
 def mma_expert(part: str, k: int) -> str:
@@ -70,11 +94,22 @@ def has_mla(kind: str, heads: int, latent: int, rope: int) -> bool:
     return kind == "gpu" and heads % _MLA_HEADS == 0 and (latent, latent + rope) == (MLA_LATENT, MLA_WIDTH)
 
 
+def mla_decode(rows: int, positions: int, heads: int, shared: int) -> str:
+    """The kernel for this many rows and heads that see up to this many positions, on a device that gives a block this
+    much shared memory; the bits are the same."""
+    wide = heads % 32 == 0 and (rows > 1 or positions > 16384) and shared >= _mla_shared(32)
+    return f"mla_decode_h{32 if wide else 16}"
+
+
+def _range_size(length: int) -> int:
+    """Positions of a range for a row that sees this many: range_size in mla_decode.cu, measured there at one row."""
+    return next((size for most, size in _RANGE_SIZES if length <= most), 1024)
+
+
 def mla_ranges(positions: int) -> int:
-    """The most ranges that rows which see up to this many positions have (range_size in mla_decode.cu)."""
-    if positions <= 2048:
-        return up(positions, 128)
-    return max(16, up(positions, 256)) if positions <= 16384 else max(64, up(positions, 512))
+    """The most ranges that rows which see up to this many positions have."""
+    lengths = [*(most for most, _ in _RANGE_SIZES if most < positions), positions]
+    return max(up(length, _range_size(length)) for length in lengths)
 
 
 def _named(kernel: str, variant: str, k: int, fixed: tuple[int, ...]) -> str:
@@ -93,8 +128,7 @@ def _bf16(name: str, file: str, text: str, grid: Callable[[Dims], tuple], twin: 
     )
 
 
-def _matmul_kernel(w: int, m: int, k: int) -> Kernel:
-    t = _TILES[w][m - 1]
+def _matmul_kernel(w: int, m: int, t: int, k: int) -> Kernel:
     return _bf16(
         _named("mma_matmul", f"w{w}_m{m}_t{t}", k, (k,) if k else ()),
         "mma_matmul.cu",
@@ -169,10 +203,43 @@ def _expert_kernel(part: str, w: int, k: int) -> Kernel:
     )
 
 
+def _mla_kernel(heads: int) -> Kernel:
+    """The attention with blocks of 16 or 32 heads; the larger does not fit into the shared memory of sm_120."""
+    return _bf16(
+        f"mla_decode_h{heads}",
+        "mla_decode.cu",
+        f"""
+        in bf16 query[rows, heads, {MLA_WIDTH}]
+        in bf16 cache[sequences, capacity, {MLA_WIDTH}]
+        in i32 positions[rows]
+        in i32 slots[rows]
+        in i32 tree_starts?[rows]
+        in i32 paths?[rows, path_row]
+        inout f32 states[rows, heads, ranges, 2]
+        inout f32 vectors[rows, heads, ranges, {MLA_LATENT}]
+        i32 heads
+        i32 capacity
+        i32 ranges
+        i32 path_row
+        f32 scale
+        """,
+        lambda d: (d["heads"] // heads, d["ranges"], d["rows"]),
+        "mla_decode",
+        shared=lambda d: _mla_shared(heads),
+        tolerance=_SOFTMAX,
+        gpu_only=True,
+        shared_limit=_mla_shared(heads) if heads > 16 else SHARED_LIMIT,
+        bytes=lambda d: (
+            2 * d["rows"] * d["capacity"] * MLA_WIDTH + 8 * d["rows"] * d["heads"] * d["ranges"] * MLA_LATENT
+        ),
+        flops=lambda d: 2 * d["rows"] * d["heads"] * d["capacity"] * (MLA_WIDTH + MLA_LATENT),
+    )
+
+
 #: The rows of the table.
 MMA = (
-    *(_matmul_kernel(w, m, k) for w, known in _MATMUL_K.items() for k in (0, *known) for m in (1, 2)),
-    *(_gate_up_kernel(w, m, k) for w, known in _GATE_UP_K.items() for k in (0, *known) for m in (1, 2)),
+    *(_matmul_kernel(w, m, t, k) for w, known in _MATMUL_K.items() for k in (0, *known) for _, m, t in _TILES[w]),
+    *(_gate_up_kernel(w, m, k) for w, known in _GATE_UP_K.items() for k in (0, *known) for _, m in _PAIRED_TILES),
     *(_expert_kernel("gate_up", w, k) for w, known in _EXPERT_GATE_UP_K.items() for k in (0, *known)),
     *(_expert_kernel("down", w, k) for w, known in _EXPERT_DOWN_K.items() for k in (0, *known)),
     _bf16(
@@ -188,7 +255,7 @@ MMA = (
         i64 x_row
         """,
         lambda d: (d["rows"], 1, 1),
-        block=(256, 1, 1),
+        block=(1024, 1, 1),
         bytes=lambda d: d["n"] * (6 * d["rows"] + 4),
         flops=lambda d: 4 * d["rows"] * d["n"],
     ),
@@ -290,36 +357,10 @@ MMA = (
         bytes=lambda d: d["rows"] * d["heads"] * (4 * d["ranges"] * (d["n"] + 2) + 2 * d["n"]),
         flops=lambda d: 2 * d["rows"] * d["heads"] * d["n"] * (d["ranges"] + 1),
     ),
-    _bf16(
-        "mla_decode",
-        "mla_decode.cu",
-        f"""
-        in bf16 query[rows, heads, {MLA_WIDTH}]
-        in bf16 cache[sequences, capacity, {MLA_WIDTH}]
-        in i32 positions[rows]
-        in i32 slots[rows]
-        in i32 tree_starts?[rows]
-        in i32 paths?[rows, path_row]
-        inout f32 states[rows, heads, ranges, 2]
-        inout f32 vectors[rows, heads, ranges, {MLA_LATENT}]
-        i32 heads
-        i32 capacity
-        i32 ranges
-        i32 path_row
-        f32 scale
-        """,
-        lambda d: (d["ranges"], d["heads"] // _MLA_HEADS, d["rows"]),
-        shared=lambda d: _MLA_SHARED,
-        tolerance=_SOFTMAX,
-        gpu_only=True,
-        bytes=lambda d: (
-            2 * d["rows"] * d["capacity"] * MLA_WIDTH + 8 * d["rows"] * d["heads"] * d["ranges"] * MLA_LATENT
-        ),
-        flops=lambda d: 2 * d["rows"] * d["heads"] * d["capacity"] * (MLA_WIDTH + MLA_LATENT),
-    ),
+    *(_mla_kernel(heads) for heads in (16, 32)),
     _bf16(
         "mla_combine",
-        "mla_decode.cu",
+        "mla_combine.cu",
         f"""
         in f32 states[rows, heads, ranges, 2]
         in f32 vectors[rows, heads, ranges, {MLA_LATENT}]
@@ -328,7 +369,7 @@ MMA = (
         i32 heads
         i32 ranges
         """,
-        lambda d: (d["heads"], d["rows"], 1),
+        lambda d: (d["heads"], d["rows"], MLA_LATENT // 128),
         tolerance=2.0**-10,
         gpu_only=True,
         bytes=lambda d: d["rows"] * d["heads"] * (4 * d["ranges"] * (MLA_LATENT + 2) + 2 * MLA_LATENT),

@@ -11,7 +11,7 @@ import numpy as np
 
 from kdtr_cli.engine.devices import DeviceArray
 from kdtr_cli.engine.kernels import SPAN, most_tiles
-from kdtr_cli.engine.kernels_mma import MMA, RANGE, has_mla, mla_ranges, mma_expert, mma_gate_up, mma_matmul
+from kdtr_cli.engine.kernels_mma import MMA, RANGE, has_mla, mla_decode, mla_ranges, mma_expert, mma_gate_up, mma_matmul
 from kdtr_cli.engine.transformer import Observe, Rows, Transformer, TreeRows, unobserved
 from kdtr_cli.engine.weights_bf16 import Fragments
 
@@ -25,8 +25,12 @@ class Bf16Transformer(Transformer):
     """``weights`` are those of ``weights_bf16.upload_bf16``; all else as in ``Transformer``."""
 
     def kernel_names(self) -> list[str]:
-        other = "attn16" if self.mla else "mla_"
-        names = {k.name for k in MMA if not k.name.startswith(("mma_", other))} | set(_SHARED_WITH_EXACT)
+        names = {k.name for k in MMA if not k.name.startswith(("mma_", "attn16", "mla_"))} | set(_SHARED_WITH_EXACT)
+        if self.mla:
+            heads, shared = self.config.num_attention_heads, self.device.shared_bytes
+            names |= {mla_decode(m, n, heads, shared) for m in (1, 2) for n in (1, self.capacity)} | {"mla_combine"}
+        else:
+            names |= {"attn16", "attn16_combine"}
         rows = range(1, self.rows + 1)
         for matrix in self._fragments():
             n, k = matrix.shape[-2:]
@@ -52,7 +56,7 @@ class Bf16Transformer(Transformer):
         c, m = self.config, self.rows
         heads, latent, width = c.num_attention_heads, c.kv_lora_rank, c.latent_dim
         self.mla = has_mla(self.device.kind, heads, latent, c.qk_rope_head_dim)
-        self.ranges = self._ranges(self.capacity)
+        ranges = self._ranges(self.capacity)
         f32, i32, b16 = np.float32, np.int32, np.uint16
 
         def new(name: str, *shape: int, dtype: type = f32) -> DeviceArray:
@@ -71,8 +75,8 @@ class Bf16Transformer(Transformer):
         self.q = new("q", m, heads * c.qk_head_dim if c.q_lora_rank else q_width + width, dtype=b16)
         self.query = new("query", m, heads, width, dtype=b16)
         self.states, self.vectors = (
-            new("states", m, heads, self.ranges, 2),
-            new("vectors", m, heads, self.ranges, latent),
+            new("states", m, heads, ranges, 2),
+            new("vectors", m, heads, ranges, latent),
         )
         self.latent_out = new("latent_out", m, heads, latent, dtype=b16)
         self.values = new("values", m, heads * c.v_head_dim, dtype=b16)
@@ -149,7 +153,7 @@ class Bf16Transformer(Transformer):
         self.launch(mma_gate_up(m, k), x=self.normed, w=layer.gate_up.w, h=self.mlp_hidden, **sizes)
         self._product(self.mlp_hidden, layer.down, m, y32=y, residual=residual)
 
-    def _attention(self, i: int, m: int, rows: Rows, tree: TreeRows | None, ranges: int, observe: Observe) -> None:
+    def _attention(self, i: int, m: int, rows: Rows, tree: TreeRows | None, positions: int, observe: Observe) -> None:
         c, layer, cache = self.config, self.weights.layers[i], self.caches[i]
         name = f"model.layers.{i}.self_attn."
         heads, latent, nope, half = c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.qk_rope_head_dim // 2
@@ -185,21 +189,22 @@ class Bf16Transformer(Transformer):
             at |= {"tree_starts": None, "paths": None, "path_row": 0}
         else:
             at |= {"tree_starts": tree.tree_starts, "paths": tree.paths, "path_row": tree.paths.shape[-1]}
-        self._attend(i, m, ranges, at)
+        self._attend(i, m, positions, at)
         to_values = {"x_row": heads * latent, "x_head": latent, "y_row": heads * v, "y_head": v}
         self._product(self.latent_out, layer.w_uv, m, y16=self.values, heads=heads, **to_values)
         observe(f"{name}values", self.values)
         self._product(self.values, layer.o, m, bias=layer.o_bias, y32=self.hidden, residual=self.hidden)
 
-    def _attend(self, i: int, m: int, ranges: int, at: dict) -> None:
+    def _attend(self, i: int, m: int, positions: int, at: dict) -> None:
         """The absorbed queries over layer i's cache -> ``latent_out``."""
-        c = self.config
+        c, ranges = self.config, self._ranges(positions)
         parts = {"states": self.states, "vectors": self.vectors, "heads": c.num_attention_heads, "ranges": ranges}
         cached = {"query": self.query, "cache": self.caches[i], "capacity": self.capacity}
         end = {"positions": at["positions"], "o": self.latent_out, "rows": m}
         scale = c.softmax_scale()
         if self.mla:
-            self.launch("mla_decode", scale=np.float64(scale) * np.log2(np.e), **cached, **parts, **at)
+            kernel = mla_decode(m, positions, c.num_attention_heads, self.device.shared_bytes)
+            self.launch(kernel, scale=np.float64(scale) * np.log2(np.e), **cached, **parts, **at)
             self.launch("mla_combine", **end, **parts)
         else:
             self.launch("attn16", n=c.kv_lora_rank, width=c.latent_dim, scale=scale, **cached, **parts, **at)
@@ -254,13 +259,13 @@ class Bf16Transformer(Transformer):
 
     def forward(self, rows: Rows, positions: int, observe: Observe = unobserved, tree: TreeRows | None = None) -> None:
         c, m = self.config, rows.tokens.size
-        ranges = min(self.ranges, self._ranges(positions))
+        positions = min(positions, self.capacity)
         self.launch.embed(rows.tokens, self.weights.embed, self.hidden, m)
         observe("embed", self.hidden)
         for i, layer in enumerate(self.weights.layers):
             name = f"model.layers.{i}"
             self._norm(self.hidden, layer.input_norm, self.normed, m, c.rms_norm_eps)
-            self._attention(i, m, rows, tree, ranges, observe)
+            self._attention(i, m, rows, tree, positions, observe)
             observe(f"{name}.self_attn.hidden", self.hidden)
             moe = c.is_moe_layer(i)
             y32 = self.router_rows if moe else None

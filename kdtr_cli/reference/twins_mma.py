@@ -89,7 +89,7 @@ def attn16_combine(states, vectors, positions, o, **_):
 
 
 def _range_size(length):
-    return 128 if length <= 2048 else 256 if length <= 16384 else 512
+    return 64 if length <= 2048 else 128 if length <= 16384 else 256 if length <= 65536 else 1024
 
 
 def mla_decode(query, cache, positions, slots, tree_starts, paths, states, vectors, scale, **_):

@@ -1,6 +1,6 @@
 """Speed of tier `bf16` on an NVIDIA GPU: matrix products against cuBLAS bf16, and the step of two Kimi-K2 layers.
 
-    python tests/bench/bf16_gpu.py [matrices] [step]
+    python tests/bench/bf16_gpu.py [matrices] [attention] [step]
 
 Needs CuPy, a GPU, and PyTorch for the cuBLAS side (graphs on both sides). Times are the median of graph replays over
 rotated weights; every share is of the copy bandwidth measured in the same run. Outputs are compared with a float64
@@ -16,7 +16,7 @@ from exact_gpu import KIMI_LAYER, copy_bandwidth, median_us, stream_of
 from random_weights import as_cupy, randomise
 
 from kdtr_cli.engine.devices import open_device
-from kdtr_cli.engine.kernels_mma import mma_matmul
+from kdtr_cli.engine.kernels_mma import MLA_LATENT, MLA_WIDTH, mla_decode, mla_ranges, mma_matmul
 from kdtr_cli.engine.launch import Launcher
 from kdtr_cli.engine.matrices import Matrix
 from kdtr_cli.engine.transformer import Rows
@@ -35,7 +35,8 @@ MATRICES = (
     ("dense gate or up", 18432, 7168),
     ("lm_head", 163840, 7168),
 )
-ROWS = (1, 8, 16, 64)
+ROWS = (1, 8, 16, 17, 32, 64)
+SCALE = 192**-0.5 * np.log2(np.e)
 ROTATED_BYTES = 4e8
 
 
@@ -162,6 +163,79 @@ def bench_matrices(device, copy: float) -> None:
         del plain
 
 
+def attention_call(device, rows: int, context: int, caches: list):
+    """A function that launches the attention of `rows` tree rows over each cache, and its arrays by name."""
+    heads, ranges = 64, mla_ranges(context)
+    query = device.alloc("query", (rows, heads, MLA_WIDTH), np.uint16)
+    device.synchronize()
+    cp.random.seed(2)
+    as_cupy(query)[:] = bits(cp.random.standard_normal((64, heads, MLA_WIDTH), dtype=cp.float32))[:rows]
+    cp.cuda.runtime.deviceSynchronize()
+    start = context - rows
+    # a chain of nodes with siblings: node i hangs on node i - 1 or i - 2
+    ways = [[0]]
+    for i in range(1, rows):
+        ways.append([*ways[max(0, i - 1 - i % 2)], i])
+    paths = np.zeros((rows, rows), np.int32)
+    for i, way in enumerate(ways):
+        paths[i, : len(way)] = start + np.array(way)
+    ints = {
+        "positions": np.array([start + len(way) - 1 for way in ways], np.int32),
+        "slots": np.zeros(rows, np.int32),
+        "tree_starts": np.full(rows, start, np.int32),
+        "paths": paths,
+    }
+    arrays = {name: device.upload(name, values) for name, values in ints.items()}
+    arrays |= {"query": query, "o": device.alloc("o", (rows, heads, MLA_LATENT), np.uint16)}
+    arrays["states"] = device.alloc("states", (rows, heads, ranges, 2), np.float32)
+    arrays["vectors"] = device.alloc("vectors", (rows, heads, ranges, MLA_LATENT), np.float32)
+    launch = Launcher(device)
+    kernel = mla_decode(rows, context, heads, device.shared_bytes)
+    size = {"heads": heads, "ranges": ranges, "rows": rows}
+    first = ("query", "positions", "slots", "tree_starts", "paths", "states", "vectors")
+
+    def work() -> None:
+        for cache in caches:
+            given = {name: arrays[name] for name in first}
+            launch(kernel, cache=cache, capacity=context, path_row=rows, scale=SCALE, **given, **size)
+            given = {name: arrays[name] for name in ("states", "vectors", "positions", "o")}
+            launch("mla_combine", **given, **size)
+
+    return work, arrays, ways, start
+
+
+def bench_attention(device, copy: float) -> None:
+    print("context  rows     us   error")
+    for context in (1024, 8192, 32768, 131072):
+        count = max(3, min(300, int(ROTATED_BYTES / (context * MLA_WIDTH * 2))))
+        caches = [device.alloc("cache", (1, context, MLA_WIDTH), np.uint16) for _ in range(count)]
+        device.synchronize()
+        for cache in caches:
+            as_cupy(cache)[:] = bits(cp.random.standard_normal((1, context, MLA_WIDTH), dtype=cp.float32))
+        cp.cuda.runtime.deviceSynchronize()
+        for rows in (1, 17):
+            work, arrays, ways, start = attention_call(device, rows, context, caches)
+            work()
+            us = median_us(device._stream, device.capture(work).replay, count)
+            got = device.read(arrays["o"])
+            keys, query = (
+                wide(as_cupy(caches[-1])[0]).astype(cp.float64),
+                wide(as_cupy(arrays["query"])).astype(cp.float64),
+            )
+            error = norm = 0.0
+            for i, way in enumerate(ways):
+                seen = cp.concatenate([keys[:start], keys[start + cp.array(way)]])
+                scores = query[i] @ seen.T * (SCALE / np.log2(np.e))
+                p = cp.exp(scores - scores.max(-1, keepdims=True))
+                truth = p @ seen[:, :MLA_LATENT] / p.sum(-1, keepdims=True)
+                error += float(((wide(cp.asarray(got[i])).astype(cp.float64) - truth) ** 2).sum())
+                norm += float((truth**2).sum())
+            error = (error / norm) ** 0.5
+            assert error < 4e-3, error
+            print(f"{context:>7} {rows:>5} {us:7.2f} {error:.1e}", flush=True)
+        device.free_all()
+
+
 def bench_step(device, copy: float, context: int) -> None:
     layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 32, "vocab_size": 163840}
     config = parse_config({**KIMI_LAYER, **layers})
@@ -218,12 +292,16 @@ def bench_step(device, copy: float, context: int) -> None:
 
 
 def main() -> None:
-    wanted = SimpleNamespace(**{name: not sys.argv[1:] or name in sys.argv[1:] for name in ("matrices", "step")})
+    wanted = SimpleNamespace(
+        **{name: not sys.argv[1:] or name in sys.argv[1:] for name in ("matrices", "attention", "step")}
+    )
     copy = copy_bandwidth()
     with open_device("gpu") as device:
         print(f"{device.describe()['device']}, copy {copy:.2f} TB/s")
         if wanted.matrices:
             bench_matrices(device, copy)
+        if wanted.attention:
+            bench_attention(device, copy)
         if wanted.step:
             for context in (512, 8192):
                 bench_step(device, copy, context)

@@ -6,18 +6,30 @@ import re
 import numpy as np
 import pytest
 
+from kdtr_cli.engine.compile import source_text
 from kdtr_cli.engine.devices import Device, open_device
 from kdtr_cli.engine.devices.gpu import gpu_missing
 from kdtr_cli.engine.fragments import pack_fragments, pack_pairs
 from kdtr_cli.engine.kernel_case import normal
 from kdtr_cli.engine.kernel_cases_weights import bits_of
+from kdtr_cli.engine.kernel_table import SHARED_LIMIT
 from kdtr_cli.engine.kernels import KERNELS
-from kdtr_cli.engine.kernels_mma import MMA, fixed_k, mma_expert, mma_gate_up, mma_matmul, warps
+from kdtr_cli.engine.kernels_mma import (
+    MMA,
+    fixed_k,
+    has_mla,
+    mla_decode,
+    mla_ranges,
+    mma_expert,
+    mma_gate_up,
+    mma_matmul,
+    warps,
+)
 from kdtr_cli.engine.launch import Launcher
 from kdtr_cli.reference.twins import TWINS
 from kdtr_cli.workflows.kernels import check_kernels
 
-ROWS = 21
+ROWS = 37
 #: n and k: the matrices of Kimi-K2 cut short in n, and widths that are no multiple of anything
 SIZES = ((20, 8), (33, 192), (24, 1536), (40, 2048), (18, 1096), (2600, 4104), (17, 7168))
 
@@ -61,8 +73,10 @@ class TestFragments:
 class TestChoice:
     def test_warps_depend_on_the_matrix_alone(self):
         for n, k in ((1, 8), (512, 128), (128, 512), (12288, 1536), (2112, 7168), (7168, 8192), (7168, 18432)):
-            for rows in (1, 8, 9, 16, 17, 64):
+            for rows in (1, 8, 9, 16, 17, 24, 25, 32, 33, 64, 65, 1000):
                 assert f"_w{warps(n, k)}_" in mma_matmul(rows, n, k)
+                assert mma_matmul(rows, n, k) in KERNELS
+                assert mma_gate_up(rows, k) in KERNELS
 
     @pytest.mark.parametrize("k", [8, 128, 192, 512, 1536, 2048, 4096, 7168, 8192, 18432])
     def test_what_is_chosen_is_in_the_table_and_made_for_that_k(self, k):
@@ -71,6 +85,27 @@ class TestChoice:
         for name in names:
             assert KERNELS[name].tier == "bf16"
             assert fixed_k(name) in (None, k)
+
+    def test_ranges_of_the_attention_have_room_at_every_length(self):
+        text = source_text("mla.cuh")
+        rule = "length <= 2048 ? 64 : length <= 16384 ? 128 : length <= 65536 ? 256 : 1024"
+        assert f"return {rule};" in text
+        most = 0
+        for length in (*range(1, 4200), 16384, 16385, 65536, 65537, 131072):
+            size = 64 if length <= 2048 else 128 if length <= 16384 else 256 if length <= 65536 else 1024
+            most = max(most, -(-length // size))
+            assert mla_ranges(length) == most or length > 4200
+        assert [mla_ranges(n) for n in (2048, 2049, 4097, 16384, 16385, 65536, 65537, 1 << 20)] == [
+            32, 32, 33, 128, 128, 256, 256, 1024,
+        ]  # fmt: skip
+
+    def test_the_attentions_blocks_fit_the_device_and_divide_the_heads(self):
+        assert mla_decode(1, 8192, 64, 232448) == "mla_decode_h16"
+        assert mla_decode(17, 8192, 64, 232448) == mla_decode(1, 32768, 64, 232448) == "mla_decode_h32"
+        assert mla_decode(17, 8192, 64, 101376) == mla_decode(17, 8192, 48, 232448) == "mla_decode_h16"
+        assert KERNELS["mla_decode_h16"].shared({}) <= SHARED_LIMIT < KERNELS["mla_decode_h32"].shared({}) * 2 < 232448
+        assert has_mla("gpu", 64, 512, 64)
+        assert not any((has_mla("cpu", 64, 512, 64), has_mla("gpu", 24, 512, 64), has_mla("gpu", 64, 256, 64)))
 
     def test_a_fixed_k_is_used(self):
         assert mma_matmul(1, 18432, 7168) == "mma_matmul_w8_m1_t1_k7168"
@@ -111,12 +146,12 @@ def test_a_row_has_the_same_bits_alone_in_any_place_and_by_every_kernel(device, 
     x = bits_of(normal(rng, ROWS, k), "bf16")
     w = pack_fragments(bits_of(normal(rng, 1, n, k), "bf16"))
     wanted = product(device, mma_matmul(ROWS, n, k), x, w, n)
-    alike = [f"mma_matmul_w{warps(n, k)}_m{m}" for m in (1, 2)]
-    kernels = [name for name in KERNELS if name.startswith(tuple(alike)) and fixed_k(name) in (None, k)]
-    assert len(kernels) >= 2
+    alike = f"mma_matmul_w{warps(n, k)}_"
+    kernels = [name for name in KERNELS if name.startswith(alike) and fixed_k(name) in (None, k)]
+    assert len(kernels) >= 3
     for name in kernels if n < 1000 else kernels[:1]:
         assert (product(device, name, x, w, n) == wanted).all(), name
-        for row in (0, 7, 20):
+        for row in (0, 7, 36):
             assert (product(device, name, x[row : row + 1], w, n) == wanted[row]).all(), (name, row)
     turned = np.roll(x, 5, 0)
     assert (product(device, mma_matmul(ROWS, n, k), turned, w, n) == np.roll(wanted, 5, 0)).all()

@@ -125,6 +125,7 @@ class Device:
     """The common half of the two devices; ``open_device`` gives one. Not safe for use by several threads at once."""
 
     kind: str
+    shared_bytes: int = 48 << 10  #: the most shared memory of a block, dynamic and static together
     notes: tuple[str, ...] = ()  #: lines that the user should see, such as a cache that is kept for this run only
 
     def __init__(self, replaced: Mapping[str, str] = KERNELS_AS_THEY_ARE) -> None:

@@ -90,6 +90,7 @@ class GpuDevice(Device):
         self.notes = (self.cache.note,) if self.cache.note else ()
         with self._guarded("opening the GPU"):
             self._properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+            self.shared_bytes = int(self._properties.get("sharedMemPerBlockOptin", _PLAIN_SHARED))
             self.arch = f"sm_{cupy.cuda.Device().compute_capability}"
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._staging = cupy.cuda.alloc_pinned_memory(_STAGING_BYTES)
