@@ -5,6 +5,7 @@ every rule a text that breaks it: a rule that sees nothing is no rule.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 
 import kdtr_cli
+from kdtr_cli.cli.main import COMMANDS
 
 pytestmark = pytest.mark.quick
 
 PACKAGE = Path(kdtr_cli.__file__).parent
 KERNELS = PACKAGE.parent / "kernels_cu"
+PAGE = PACKAGE.parent / "docs/architecture.md"
 
 #: What the modules of each package may import of the others; `errors`, and the version in the package itself, are for
 #: all. What an arrow reaches by another arrow it may import too: the command line renders reports, for example.
@@ -240,6 +243,25 @@ def too_long(name: str, text: str, limit: int, longer: dict[str, str]) -> list[s
     return []
 
 
+def untrue_page(page: str, paths: list[str]) -> list[str]:
+    """Packages and modules that the page lacks, and modules that its table names though they are not there."""
+    table = dict(re.findall(r"(?m)^\| `(\w+)` \| (.*) \|$", page))
+    there: dict[str, set[str]] = {}
+    for path in map(Path, paths):
+        if len(path.parts) > 1:
+            there.setdefault(path.parts[0], set()).update({path.stem, *path.parts[1:-1]} - {"__init__"})
+    found = []
+    for package, modules in there.items():
+        if f"      {package}/ " not in page:
+            found.append(f"{package}/ is not in the layout")
+        names = set(re.findall(r"`([\w*]+)`", table.get(package, "")))
+        groups = {n: {m for m in modules if m == n or (n.endswith("_*") and f"{m}_".startswith(n[:-1]))} for n in names}
+        commands = set(COMMANDS) if package == "cli" else set()
+        found += [f"{package}/{m} is not named" for m in sorted(modules - commands - set().union(*groups.values()))]
+        found += [f"{package}/{name} is not there" for name in sorted(names) if not groups[name]]
+    return found
+
+
 RULES = [wrong_arrows, opened_files, careless_cupy, foreign_imports, private_imports, untidy_face]
 
 
@@ -277,6 +299,10 @@ class TestSource:
     @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
     def test_rule(self, rule):
         broken = [b for path in sources() for b in rule(path, (PACKAGE / path).read_text(encoding="utf-8"))]
+        assert not broken, "\n".join(broken)
+
+    def test_the_page_names_every_package_and_module(self):
+        broken = untrue_page(PAGE.read_text(encoding="utf-8"), sources())
         assert not broken, "\n".join(broken)
 
     def test_modules_are_short(self):
@@ -436,3 +462,15 @@ class TestRulesSee:
         assert too_long("x.py", "\n" * 400, 400, {"x.py": "once was long"})
         assert too_long("x.py", "\n" * 400, 400, {}) == []
         assert too_long("x.py", "\n" * 401, 400, {"x.py": "one table"}) == []
+
+    def test_a_page_that_is_not_true(self):
+        page = "      parity/   judges\n\n| `parity` | `judge_*`, `rows` |\n"
+        assert untrue_page(page, ["parity/judge.py", "parity/judge_rounds.py", "parity/rows.py", "errors.py"]) == []
+        assert untrue_page(page, ["parity/judge.py"]) == ["parity/rows is not there"]
+        assert untrue_page(page, ["parity/rows.py", "parity/judge.py", "parity/judges.py"]) == [
+            "parity/judges is not named"
+        ]
+        assert untrue_page(page, ["parity/judge.py", "parity/rows.py", "bundle/reader.py"]) == [
+            "bundle/ is not in the layout",
+            "bundle/reader is not named",
+        ]

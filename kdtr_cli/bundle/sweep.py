@@ -7,7 +7,6 @@
 all), and its own manifest says whether it is the one that the plan wants: no record has to be kept in step with it.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from typing import Any
 from kdtr_cli.bundle.manifest import OWN_KEYS, decode_manifest, encode_manifest
 from kdtr_cli.bundle.reader import read_manifest
 from kdtr_cli.bundle.schema import KINDS, MAX_SEQUENCES, SchemaError, sequence_name
-from kdtr_cli.bundle.target import cannot_write
+from kdtr_cli.bundle.target import cannot_write, sync_folder
 from kdtr_cli.errors import InputError
 
 __all__ = ["SWEEP_FILE", "SWEEP_SCHEMA", "Shard", "Sweep", "check_shard", "cut", "difference"]
@@ -230,12 +229,7 @@ def write_sweep(folder: Path, sweep: Sweep) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            with contextlib.suppress(OSError):  # some network file systems can't sync a folder
-                os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync_folder(folder)
     except OSError as error:
         raise cannot_write(path, error) from error
     finally:

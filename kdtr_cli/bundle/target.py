@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kdtr_cli.errors import DeviceError, InputError, KdtrError
 
-__all__ = ["cannot_write", "check_target", "publish"]
+__all__ = ["cannot_write", "check_target", "publish", "sync_folder"]
 
 #: What the path that the user gave causes (exit 2, as docs/cli.md says); a full or broken disk is a failure (exit 3).
 _PATH_ERRORS = (
@@ -94,10 +94,15 @@ def publish(temporary: Path, path: Path, force: bool) -> None:
         os.unlink(temporary)
     else:
         os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the file system can say so."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # some network file systems can't sync a folder; the data themselves are safe by now
         with contextlib.suppress(OSError):
-            os.fsync(folder)
+            os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Case", "Maker", "normal", "poison"]
+__all__ = ["Case", "Maker", "angles", "normal", "poison"]
 
 
 @dataclass(frozen=True)
@@ -31,3 +31,9 @@ def poison(*shape: int, dtype: type = np.float32) -> np.ndarray:
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     """float32 of standard normal distribution."""
     return rng.standard_normal(shape, np.float32)
+
+
+def angles(rng: np.random.Generator, positions: int, half: int) -> dict[str, np.ndarray]:
+    """A rotary table: float32 ``cos`` and ``sin`` [positions, half] of random angles."""
+    angle = rng.uniform(0, 6.3, (positions, half))
+    return {"cos": np.cos(angle).astype(np.float32), "sin": np.sin(angle).astype(np.float32)}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kdtr_cli.engine import kernel_cases_attention as attention
-from kdtr_cli.engine.kernel_case import Case, Maker, normal, poison
+from kdtr_cli.engine.kernel_case import Case, Maker, angles, normal, poison
 from kdtr_cli.engine.kernel_cases_ddtree import DDTREE_CASES
 from kdtr_cli.engine.kernel_cases_mma import MMA_CASES
 from kdtr_cli.engine.kernel_cases_products import PRODUCT_CASES, expert_matmul
@@ -48,11 +48,6 @@ def _rmsnorm(rng: np.random.Generator) -> Iterator[Case]:
     yield Case("NaN and infinity spread", {**values, "x_row": 20, "y_row": 20})
 
 
-def _angles(rng: np.random.Generator, positions: int, half: int) -> dict[str, np.ndarray]:
-    angle = rng.uniform(0, 6.3, (positions, half))
-    return {"cos": np.cos(angle).astype(f32), "sin": np.sin(angle).astype(f32)}
-
-
 def _rope_query(rng: np.random.Generator) -> Iterator[Case]:
     for rows, heads, nope, half, latent, interleaved in (
         (1, 1, 1, 1, 1, 1),
@@ -64,7 +59,7 @@ def _rope_query(rng: np.random.Generator) -> Iterator[Case]:
         values = {
             "q": normal(rng, rows, q_row),
             "positions": rng.integers(0, 50, rows).astype(i32),
-            **_angles(rng, 50, half),
+            **angles(rng, 50, half),
         }
         values |= {
             "query": poison(rows, heads, latent + 2 * half),
@@ -83,7 +78,7 @@ def _kv_append(rng: np.random.Generator) -> Iterator[Case]:
     for rows, latent, half, interleaved in ((1, 1, 1, 1), (3, 32, 4, 1), (4, 27, 3, 0), (12, 512, 32, 1)):
         capacity, sequences = 9, rows
         values = {"kv": normal(rng, rows, latent + 2 * half + 3), "weight": normal(rng, latent)}
-        values |= {"positions": rng.integers(0, 50, rows).astype(i32), **_angles(rng, 50, half)}
+        values |= {"positions": rng.integers(0, 50, rows).astype(i32), **angles(rng, 50, half)}
         values |= {
             "slots": rng.permutation(sequences).astype(i32),
             "places": rng.integers(0, capacity, rows).astype(i32),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kdtr_cli.engine.fragments import pack_fragments, pack_pairs
-from kdtr_cli.engine.kernel_case import Case, normal, poison
+from kdtr_cli.engine.kernel_case import Case, angles, normal, poison
 from kdtr_cli.engine.kernel_cases_attention import BUSHY, in_order, in_trees, mla, mla_inputs
 from kdtr_cli.engine.kernel_cases_products import expert_values
 from kdtr_cli.engine.kernel_cases_weights import bits_of
@@ -131,15 +131,10 @@ def _round16(rng: np.random.Generator, kernel: str) -> Iterator[Case]:
     yield Case("halves, the largest, NaN", {"x": edge.view(f32), "y": poison(len(edge), dtype=u16), "n": len(edge)})
 
 
-def _angles(rng: np.random.Generator, positions: int, half: int) -> dict[str, np.ndarray]:
-    angle = rng.uniform(0, 6.3, (positions, half))
-    return {"cos": np.cos(angle).astype(f32), "sin": np.sin(angle).astype(f32)}
-
-
 def _kv_append16(rng: np.random.Generator, kernel: str) -> Iterator[Case]:
     for rows, latent, half, interleaved in ((1, 1, 1, 1), (3, 32, 4, 1), (4, 27, 3, 0), (12, 512, 32, 1)):
         width, capacity = latent + 2 * half, 9
-        values = {"kv": normal(rng, rows, width + 3), "weight": normal(rng, latent), **_angles(rng, 50, half)}
+        values = {"kv": normal(rng, rows, width + 3), "weight": normal(rng, latent), **angles(rng, 50, half)}
         values |= {"positions": rng.integers(0, 50, rows).astype(i32), "slots": rng.permutation(rows).astype(i32)}
         values |= {
             "places": rng.integers(0, capacity, rows).astype(i32),
@@ -161,7 +156,7 @@ def _rope_query16(rng: np.random.Generator, kernel: str) -> Iterator[Case]:
         values = {
             "q": _rows(rng, rows, q_row),
             "positions": rng.integers(0, 50, rows).astype(i32),
-            **_angles(rng, 50, half),
+            **angles(rng, 50, half),
         }
         values |= {"query": poison(rows, heads, latent + 2 * half, dtype=u16), "rows": rows, "heads": heads}
         values |= {"nope": nope, "half": half, "latent": latent, "interleaved": interleaved, "q_row": q_row}

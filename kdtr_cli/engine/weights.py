@@ -16,7 +16,7 @@ from kdtr_cli.engine.matrices import Matrix, upload_matrix
 from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.weights import Weights
 
-__all__ = ["DeviceWeights", "LayerWeights", "Placing", "place_weights", "upload_weights"]
+__all__ = ["DeviceWeights", "LayerWeights", "Placing", "place_weights", "upload_vector", "upload_weights"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,14 @@ class Placing(Protocol):
         """[n, k] or [count, n, k]: these tensors of the checkpoint one after the other, each as ``cut`` cuts it."""
 
 
+def upload_vector(device: Device, name: str, size: int, values: np.ndarray) -> DeviceArray:
+    """float32 [size] on the device."""
+    array = device.upload(name, np.ascontiguousarray(values, np.float32))
+    if array.shape != (size,):
+        raise ValueError(f"{name}: {array.shape} for [{size}]")
+    return array
+
+
 @dataclass(frozen=True)
 class _Upload:
     """Placing of a checkpoint's weights."""
@@ -86,10 +94,7 @@ class _Upload:
     weights: Weights
 
     def vector(self, name: str, size: int, values: Callable[[], np.ndarray]) -> DeviceArray:
-        array = self.device.upload(name, np.ascontiguousarray(values(), np.float32))
-        if array.shape != (size,):
-            raise ValueError(f"{name}: {array.shape} for [{size}]")
-        return array
+        return upload_vector(self.device, name, size, values())
 
     def matrix(
         self,

@@ -13,7 +13,7 @@ import numpy as np
 from kdtr_cli.engine.devices import Device, DeviceArray
 from kdtr_cli.engine.fragments import pack_fragments, pack_pairs
 from kdtr_cli.engine.matrices import Matrix, upload_matrix
-from kdtr_cli.engine.weights import DeviceWeights, place_weights
+from kdtr_cli.engine.weights import DeviceWeights, place_weights, upload_vector
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.config import ModelConfig
 from kdtr_cli.model.weights import Weights
@@ -61,10 +61,7 @@ class _Upload:
     weights: Weights
 
     def vector(self, name: str, size: int, values: Callable[[], np.ndarray]) -> DeviceArray:
-        array = self.device.upload(name, np.ascontiguousarray(values(), np.float32))
-        if array.shape != (size,):
-            raise ValueError(f"{name}: {array.shape} for [{size}]")
-        return array
+        return upload_vector(self.device, name, size, values())
 
     def matrix(
         self,

@@ -21,7 +21,7 @@ from kdtr_cli.errors import InputError
 from kdtr_cli.model.fields import parse_json, shown
 from kdtr_cli.model.regular_file import open_regular
 
-__all__ = ["DTYPES", "MAX_ITEMS", "STORED_DTYPES", "Region", "SafetensorsFile", "is_name"]
+__all__ = ["DTYPES", "MAX_ITEMS", "NAMES", "STORED_DTYPES", "Region", "SafetensorsFile", "is_name"]
 
 MAX_HEADER = 100 << 20  # bytes; the safetensors library has the same limit
 MAX_ITEMS = 3_000_000  #: JSON values of a header or an index; an INT4 Kimi-K2 in one file would have 2,100,000
@@ -37,6 +37,11 @@ STORED_DTYPES = DTYPES | {
     "I64": np.dtype("<i8"),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
+#: NumPy's and ml_dtypes' name of a dtype → its name in a header
+NAMES = {
+    "float64": "F64", "int64": "I64", "float32": "F32", "int32": "I32", "float16": "F16", "bfloat16": "BF16",
+    "int8": "I8", "uint8": "U8", "float8_e4m3fn": "F8_E4M3",
+}  # fmt: skip
 _SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,

@@ -12,15 +12,13 @@ import h5py
 import numpy as np
 
 from kdtr_cli.bundle.reader import Bundle
+from kdtr_cli.model.safetensors_file import NAMES
 from kdtr_cli.model.safetensors_writer import SafetensorsWriter, write_tensors
 from kdtr_cli.workflows.engines import Question
 
 __all__ = ["INPUTS_SCHEMA", "write_inputs", "write_model"]
 
 INPUTS_SCHEMA = "kdtr.inputs/1"
-
-_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64"}
-_NAMES |= {"float8_e4m3fn": "F8_E4M3"}
 
 
 def write_inputs(question: Question) -> Path:
@@ -38,7 +36,7 @@ def write_inputs(question: Question) -> Path:
                 file[name] = array
         return path
     path = question.folder / "inputs.safetensors"
-    plan = {name: (_NAMES[array.dtype.name], array.dtype.itemsize, array.shape) for name, array in arrays.items()}
+    plan = {name: (NAMES[array.dtype.name], array.dtype.itemsize, array.shape) for name, array in arrays.items()}
     with open(path, "xb") as file:
         write_tensors(file, texts, plan, lambda name: [arrays[name]])
     return path
@@ -86,7 +84,7 @@ def write_model(golden: Bundle, folder: Path) -> Path | None:
     model.mkdir()
     (model / "config.json").write_text(golden.config_text, encoding="utf-8")
     layouts = {name: golden.layout(f"model/weights/{name}") for name in names}
-    plan = {name: (_NAMES[layout.kind.name], layout.shape) for name, layout in layouts.items()}
+    plan = {name: (NAMES[layout.kind.name], layout.shape) for name, layout in layouts.items()}
     with SafetensorsWriter(model, plan) as writer:
         for name in names:
             writer.append(name, golden.weight(name))

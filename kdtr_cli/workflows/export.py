@@ -20,6 +20,7 @@ from kdtr_cli.bundle.manifest import encode_manifest
 from kdtr_cli.bundle.reader import Bundle, open_bundle
 from kdtr_cli.bundle.target import cannot_write, check_target, publish
 from kdtr_cli.errors import InputError
+from kdtr_cli.model.safetensors_file import NAMES
 from kdtr_cli.model.safetensors_writer import write_tensors
 from kdtr_cli.workflows.engine_inputs import write_inputs
 from kdtr_cli.workflows.engine_run import EngineRunOptions, make_question
@@ -34,11 +35,7 @@ INPUT_FORMATS = ("safetensors", "hdf5")
 
 _SUFFIX = {"safetensors": ".safetensors", "npz": ".npz", "hdf5": ".h5"}
 
-#: dtypes of a bundle as safetensors names them, and as .npy can: it has no name for bfloat16 and fp8.
-_SAFETENSORS = {
-    "float64": "F64", "int64": "I64", "float32": "F32", "int32": "I32", "float16": "F16", "bfloat16": "BF16",
-    "int8": "I8", "uint8": "U8", "float8_e4m3fn": "F8_E4M3",
-}  # fmt: skip
+#: .npy has no name for bfloat16 and fp8: bytes of their width.
 _OPAQUE = {"bfloat16": "V2", "float8_e4m3fn": "V1"}
 
 
@@ -136,7 +133,7 @@ def _blocks(bundle: Bundle, name: str) -> Iterator[np.ndarray]:
 
 def _write_safetensors(file: BinaryIO, bundle: Bundle) -> None:
     layouts = {name: bundle.layout(name) for name in bundle.array_paths()}
-    plan = {n: (_SAFETENSORS[at.kind.name], at.kind.array.itemsize, at.shape) for n, at in layouts.items()}
+    plan = {n: (NAMES[at.kind.name], at.kind.array.itemsize, at.shape) for n, at in layouts.items()}
     write_tensors(file, _texts(bundle), plan, lambda name: _blocks(bundle, name))
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from invoke import kdtr
 
 from kdtr_cli.bundle import BundleWriter, SequenceData
-from kdtr_cli.cli.main import cli
 from kdtr_cli.workflows.golden import GoldenOptions, make_golden
 from kdtr_cli.workflows.inspect import largest
 
@@ -81,10 +80,6 @@ def write(path: Path, kind: str = "golden", **more) -> Path:
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
     return write(tmp_path / "g.h5")
-
-
-def kdtr(*args: object) -> Result:
-    return CliRunner().invoke(cli, ["--no-config", *map(str, args)])
 
 
 def flip(path: Path, pattern: bytes) -> None:

@@ -16,20 +16,15 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from invoke import kdtr
 
 import kdtr_cli
 from kdtr_cli.bundle.reader import open_bundle
-from kdtr_cli.cli.main import cli
 from kdtr_cli.model.presets import write_model
 
 ROOT = Path(kdtr_cli.__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def kdtr(*args: object, config: bool = False) -> Result:
-    return CliRunner().invoke(cli, [*([] if config else ["--no-config"]), *map(str, args)])
 
 
 def kdtr_alone(*args: object, **options) -> subprocess.Popen:

@@ -5,15 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from invoke import kdtr
 from safetensors import safe_open
 from safetensors.numpy import load_file
-
-from kdtr_cli.cli.main import cli
-
-
-def kdtr(*args: object) -> Result:
-    return CliRunner().invoke(cli, ["--no-config", *map(str, args)])
 
 
 @pytest.fixture(scope="module")

@@ -5,21 +5,16 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from invoke import kdtr
 from rich.console import Console
 
 from kdtr_cli.bundle.reader import open_bundle
-from kdtr_cli.cli.main import cli
 from kdtr_cli.cli.round_tree import render_round
 from kdtr_cli.reference import rounds as loop
 from kdtr_cli.workflows.rounds import describe_round, stored_rounds
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 MODEL, DRAFTER = FIXTURES / "tiny-kimi", FIXTURES / "tiny-kimi-dflash"
-
-
-def kdtr(*args: object) -> Result:
-    return CliRunner().invoke(cli, ["--no-config", *map(str, args)])
 
 
 @pytest.fixture(scope="module")

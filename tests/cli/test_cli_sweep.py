@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from invoke import kdtr
 
 import kdtr_cli
-from kdtr_cli.cli.main import cli
 
 ROOT = Path(kdtr_cli.__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
@@ -37,10 +36,6 @@ if __name__ == "__main__":
     setattr(sweep, sys.argv.pop(1), die)
     main()
 """
-
-
-def kdtr(*args: object) -> Result:
-    return CliRunner().invoke(cli, ["--no-config", *map(str, args)])
 
 
 def start(*args: object, **options) -> subprocess.Popen:

@@ -7,10 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from invoke import kdtr
 
 from kdtr_cli.bundle.reader import open_bundle
-from kdtr_cli.cli.main import cli
 from kdtr_cli.model.tokenizer import load_tokenizer
 
 MODEL = Path(__file__).parents[2] / "fixtures" / "tiny-kimi"
@@ -20,10 +19,6 @@ TEMPLATE = (
     "[reserved_3]{{ m.role }}[reserved_4]{{ m.content }}[EOS]{% endfor %}"
     "{% if add_generation_prompt %}[reserved_3]assistant[reserved_4]{% endif %}\n"
 )
-
-
-def kdtr(*args: object) -> Result:
-    return CliRunner().invoke(cli, ["--no-config", *map(str, args)])
 
 
 @pytest.fixture(scope="module")

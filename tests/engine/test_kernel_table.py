@@ -2,14 +2,11 @@
 
 import math
 import re
-import shutil
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from planted import FOLDER, plant
 
-import kernels_cu
 from kdtr_cli.engine import kernels as table
 from kdtr_cli.engine.compile import source_text
 from kdtr_cli.engine.compile_cache import CompileCache
@@ -23,7 +20,6 @@ from kdtr_cli.reference.attention import CHUNK
 from kdtr_cli.reference.twins import SEGMENT, TWINS
 from kdtr_cli.workflows.kernels import check_kernels, select_kernels
 
-FOLDER = Path(kernels_cu.__file__).parent
 C_TYPES = {"f32": "float", "f64": "double", "i32": "int"}  # the others are called the same
 
 _KERNEL = r'extern "C" __global__ void __launch_bounds__\(([^)]*)\)\s+(\w+)\(([^)]*)\)'
@@ -632,38 +628,35 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory):
-    """A device, and the file that has each fault (None where it can't be planted), compiled in a private cache."""
-    files = {}
-    for number, (fault, (name, file, right, wrong)) in enumerate(FAULTS.items()):
-        folder = tmp_path_factory.mktemp(f"fault{number}")
-        for path in FOLDER.glob("*.cu*"):
-            shutil.copy(path, folder)
-        text = (folder / file).read_text() if (folder / file).is_file() else ""
-        (folder / file).write_text(text.replace(right, wrong))
-        files[fault] = folder / KERNELS[name].file if right in text and name in KERNELS else None
+    """A device with a cache of its own: what is wrong belongs in no other."""
     with open_device("cpu") as device:
         device.cache = CompileCache(tmp_path_factory.mktemp("cache"))
-        device.compile([file for file in files.values() if file])
-        yield device, files
+        yield device
+
+
+def differing(device, name: str) -> int:
+    return sum(result.differing for result in check_kernels(device, [KERNELS[name]]))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(faulty, fault, monkeypatch):
-    device, files = faulty
-    name, file, right, _ = FAULTS[fault]
-    assert files[fault], f"{name} or {file} has changed: plant this fault elsewhere ({right})"
-    monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], file=files[fault]))
-    assert sum(result.differing for result in check_kernels(device, [KERNELS[name]])) > 0
+def test_a_planted_fault_is_seen(faulty, fault, tmp_path, monkeypatch):
+    plant(monkeypatch, tmp_path, *FAULTS[fault])
+    assert differing(faulty, FAULTS[fault][0]) > 0
 
 
-def test_the_files_that_faults_are_planted_in_are_right_otherwise(faulty, tmp_path, monkeypatch):
-    """The way by a copied folder itself makes no difference."""
-    device, _ = faulty
-    for path in FOLDER.glob("*.cu*"):
-        shutil.copy(path, tmp_path)
-    for name in ("rmsnorm", "attn_combine"):
-        monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], file=tmp_path / KERNELS[name].file))
-        assert all(result.differing == 0 for result in check_kernels(device, [KERNELS[name]]))
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("rmsnorm", "rmsnorm.cuh"),
+        ("attn_combine", "attention.cuh"),
+        ("matmul_w1_m1_r4", "matmul.cuh"),
+        ("mma_expert_down_w4", "mma_expert.cu"),
+    ],
+)
+def test_a_copy_without_a_fault_is_right(faulty, name, file, tmp_path, monkeypatch):
+    """The way by a copied file itself makes no difference."""
+    plant(monkeypatch, tmp_path, name, file, "\n", "\n")
+    assert differing(faulty, name) == 0
 
 
 def test_faults_stand_in_every_file():

@@ -7,6 +7,9 @@ from functools import partial
 import numpy as np
 
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, ModelFacts, RoundProblem, Rounds, Tensor, logits_of
+from kdtr_cli.parity.judge import judge
+from kdtr_cli.parity.results import Report
+from kdtr_cli.parity.tolerances import JudgeOptions
 
 SHA = {name: f"{i:x}" * 64 for i, name in enumerate(("config", "weights", "rope", "golden", "tensor"), start=1)}
 
@@ -162,3 +165,14 @@ def perturb(run: Side, size: float, seed: int = 1) -> None:
     for s in run.seqs:
         x = s.logits["engine"]
         s.logits["engine"] = (x + rng.uniform(-size, size, x.shape)).astype(np.float32)
+
+
+def pair(**kwargs: object) -> tuple[Side, Side]:
+    """A golden, and a run that is identical."""
+    golden = golden_side(**kwargs)
+    return golden, run_side(golden)
+
+
+def judged(golden: Side, run: Side, **options: object) -> Report:
+    """The report on a run, by these JudgeOptions."""
+    return judge(golden.evidence(), run.evidence(), JudgeOptions(**options))

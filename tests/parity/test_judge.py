@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from parity_cases import golden_side, make_tie, perturb, run_side
+from parity_cases import golden_side, judged, make_tie, pair, perturb, run_side
 
 from kdtr_cli.errors import InputError
 from kdtr_cli.parity.evidence import Logits
@@ -15,17 +15,8 @@ from kdtr_cli.parity.verdicts import Level, Verdict
 pytestmark = pytest.mark.quick
 
 
-def pair(**kwargs):
-    golden = golden_side(**kwargs)
-    return golden, run_side(golden)
-
-
 def verdict(golden, run, **options):
     return judge(golden.evidence(), run.evidence(), JudgeOptions(**options)).verdict
-
-
-def report_of(golden, run, **options):
-    return judge(golden.evidence(), run.evidence(), JudgeOptions(**options))
 
 
 def codes(report):
@@ -34,7 +25,7 @@ def codes(report):
 
 class TestIdentical:
     def test_all_bits_of_all_logits_and_all_tokens(self):
-        report = report_of(*pair())
+        report = judged(*pair())
         t = report.totals
         assert report.verdict is Verdict.IDENTICAL
         assert (t.tokens_equal, t.tokens, t.exact) == (12, 12, True)
@@ -60,7 +51,7 @@ class TestIdentical:
         for side, name in ((golden, "exact"), (run, "engine")):
             side.one.logits[name][4, 7] = np.nan
             side.one.digest = True
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.INVALID
         assert "step 4, id 7" in report.reason
 
@@ -79,7 +70,7 @@ class TestIdentical:
         golden, run = pair()
         golden.one.logits["exact"][2, 3] = 0.0
         run.one.logits["engine"][2, 3] = -0.0
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.PASS  # numerically equal: within tolerance 0, but not all bits
         assert report.exit_code == 0
         assert codes(report) == {"logits.signed_zero"}
@@ -90,7 +81,7 @@ class TestIdentical:
         for g, r in zip(golden.seqs, run.seqs, strict=True):
             del g.logits["exact"]
             g.logits["float64"] = r.logits["engine"].astype(np.float64)
-        report = report_of(golden, run, atol=1e-6)
+        report = judged(golden, run, atol=1e-6)
         assert (report.verdict, report.reference) == (Verdict.PASS, "float64")
         # not even if the run stored float64 of the same bits
         for g, r in zip(golden.seqs, run.seqs, strict=True):
@@ -102,7 +93,7 @@ class TestPass:
     def test_all_tokens_and_full_logits_at_every_step_within_tolerance(self):
         golden, run = pair()
         perturb(run, 1e-3)
-        report = report_of(golden, run, atol=2e-3)
+        report = judged(golden, run, atol=2e-3)
         assert report.verdict is Verdict.PASS
         assert 5e-4 < report.totals.max_abs < 1.1e-3
         assert report.totals.max_kl > 0
@@ -110,7 +101,7 @@ class TestPass:
     def test_outside_at_one_value_of_one_step_is_diverged(self):
         golden, run = pair()
         run.seqs[1].logits["engine"][5, 39] += np.float32(0.01)
-        report = report_of(golden, run, atol=5e-3)
+        report = judged(golden, run, atol=5e-3)
         assert report.verdict is Verdict.DIVERGED
         (finding,) = report.findings
         assert (finding.code, finding.sequence, finding.step, finding.token) == (
@@ -127,7 +118,7 @@ class TestPass:
         golden, run = pair()
         x = run.one.logits["engine"]
         x[0, 0] = np.nextafter(x[0, 0], np.float32(np.inf))
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.DIVERGED
         assert report.tolerance.is_zero
         assert report.totals.max_ulp == 1
@@ -147,7 +138,7 @@ class TestPass:
         golden, run = pair()
         row = run.one.logits["engine"][3]
         row[row.argmin()] = row.max() - 1  # the token stays
-        report = report_of(golden, run, max_kl=1e-6)
+        report = judged(golden, run, max_kl=1e-6)
         assert report.verdict is Verdict.DIVERGED
         (finding,) = report.findings
         assert (finding.code, finding.step) == ("logits.out_of_tolerance", 3)
@@ -158,7 +149,7 @@ class TestPass:
         golden, run = pair()
         perturb(run, 1e-4)
         run.seqs[1].logits["engine"][2, 17] = golden.seqs[1].logits["exact"][2, 17] + np.float32(0.5)
-        place = report_of(golden, run, atol=1).sequences[1].logits.max_abs_at
+        place = judged(golden, run, atol=1).sequences[1].logits.max_abs_at
         assert (place.row, place.token) == (2, 17)
         assert place.run - place.golden == pytest.approx(0.5, abs=1e-6)
 
@@ -167,35 +158,35 @@ class TestTolerance:
     @pytest.mark.parametrize("tier", ["bf16", "int4", "fast"])
     def test_any_other_tier_without_one_is_invalid(self, tier):
         golden = golden_side()
-        report = report_of(golden, run_side(golden, tier=tier))
+        report = judged(golden, run_side(golden, tier=tier))
         assert report.verdict is Verdict.INVALID
         assert f"a run of tier {tier} is judged by a tolerance" in report.reason
         assert "--atol" in report.reason
 
     def test_another_tier_is_judged_against_float64(self):
         golden = golden_side()
-        report = report_of(golden, run_side(golden, tier="bf16"), atol=1e-5)
+        report = judged(golden, run_side(golden, tier="bf16"), atol=1e-5)
         assert (report.verdict, report.reference) == (Verdict.PASS, "float64")
 
     def test_another_tier_takes_exact_where_there_is_no_float64(self):
         golden = golden_side()
         for s in golden.seqs:
             del s.logits["float64"]
-        report = report_of(golden, run_side(golden, tier="bf16"), atol=1e-5)
+        report = judged(golden, run_side(golden, tier="bf16"), atol=1e-5)
         assert (report.verdict, report.reference) == (Verdict.IDENTICAL, "exact")
 
     def test_tier_exact_is_judged_against_exact_whatever_the_tolerance(self):
         golden, run = pair()
         for s in golden.seqs:
             s.logits["float64"] += 5
-        assert report_of(golden, run).reference == "exact"
+        assert judged(golden, run).reference == "exact"
         assert verdict(golden, run, atol=1e-3) is Verdict.IDENTICAL
 
     def test_without_exact_logits_tolerance_zero_says_nothing(self):
         golden, run = pair()
         for s in golden.seqs:
             del s.logits["exact"]
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.INVALID
         assert "--no-exact" in report.reason
         assert verdict(golden, run, atol=1e-5) is Verdict.PASS
@@ -206,10 +197,10 @@ class TestTolerance:
         for s in golden.seqs:
             s.logits = {"float32": s.logits["exact"]}
         for options in ({}, {"allow_loose": True}):
-            report = report_of(golden, run, **options)
+            report = judged(golden, run, **options)
             assert report.verdict is Verdict.INVALID
             assert "--arith float32" in report.reason
-        report = report_of(golden, run, atol=1e-5)
+        report = judged(golden, run, atol=1e-5)
         assert (report.verdict, report.reference) == (Verdict.PASS, "float32")
 
     @pytest.mark.parametrize("tier", ["exact", "bf16"])
@@ -218,17 +209,17 @@ class TestTolerance:
         golden = golden_side()
         for s in golden.seqs:
             s.logits = {"float32": s.logits["exact"] + 1, other: s.logits[other]}
-        assert report_of(golden, run_side(golden_side(), tier=tier), atol=1e-5).reference == other
+        assert judged(golden, run_side(golden_side(), tier=tier), atol=1e-5).reference == other
 
     def test_logits_of_some_sequences_only_are_invalid(self):
         golden, run = pair()
         del golden.seqs[1].logits["exact"]
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.INVALID
         assert "'s1'" in report.reason
 
     def test_origins_are_in_the_report(self):
-        report = report_of(*pair(), atol=1e-3, max_kl=0.1)
+        report = judged(*pair(), atol=1e-3, max_kl=0.1)
         assert report.tolerance.origins == {"atol": "--atol", "rtol": "0 beside --atol", "max_kl": "--max-kl"}
 
 
@@ -237,7 +228,7 @@ class TestDiverged:
     def test_another_token(self, step):
         golden, run = pair()
         run.seqs[1].tokens[step] = (run.seqs[1].tokens[step] + 1) % 40
-        report = report_of(golden, run)
+        report = judged(golden, run)
         t = report.totals
         assert (report.verdict, report.exit_code) == (Verdict.DIVERGED, 1)
         assert (t.first_divergence, t.tokens_equal, t.exact) == ((1, step), 6 + step, False)
@@ -250,7 +241,7 @@ class TestDiverged:
         golden, run = pair()
         s = run.one
         s.tokens, s.logits = s.tokens[:kept], {"engine": s.logits["engine"][:kept]}
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.DIVERGED
         assert codes(report) == {"tokens.shorter"}
         assert report.totals.first_divergence == (0, kept)
@@ -261,7 +252,7 @@ class TestDiverged:
         golden, run = pair()
         s = golden.one
         s.tokens, s.logits = s.tokens[:4], {"exact": s.logits["exact"][:4]}
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.DIVERGED
         assert codes(report) == {"tokens.longer"}
         assert (report.totals.tokens_equal, report.totals.tokens, report.totals.exact) == (10, 10, False)
@@ -276,7 +267,7 @@ class TestDiverged:
     def test_a_missing_sequence(self, gone):
         golden, run = pair()
         del run.seqs[gone]
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.DIVERGED
         assert codes(report) == {"sequence.missing"}
         t = report.totals
@@ -285,7 +276,7 @@ class TestDiverged:
     def test_an_extra_sequence(self):
         golden, run = pair(sequences=3)
         del golden.seqs[1]
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.DIVERGED
         assert codes(report) == {"sequence.extra"}
         assert (report.totals.extra, report.totals.exact) == (1, False)
@@ -294,7 +285,7 @@ class TestDiverged:
     def test_a_renamed_sequence_is_missing_and_extra(self):
         golden, run = pair()
         run.one.id = "s0 "
-        assert codes(report_of(golden, run)) == {"sequence.missing", "sequence.extra"}
+        assert codes(judged(golden, run)) == {"sequence.missing", "sequence.extra"}
 
     def test_a_run_without_sequences(self):
         golden, run = pair()
@@ -304,7 +295,7 @@ class TestDiverged:
     def test_another_finish_reason(self):
         golden, run = pair()
         run.one.finish = "stop"
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.DIVERGED
         assert codes(report) == {"finish_reason"}
 
@@ -313,7 +304,7 @@ class TestDiverged:
     def test_a_value_in_the_run_that_is_not_finite(self, bad, options):
         golden, run = pair()
         run.seqs[1].logits["engine"][4, 7] = bad
-        report = report_of(golden, run, **options)
+        report = judged(golden, run, **options)
         assert report.verdict is Verdict.DIVERGED
         finding = next(f for f in report.findings if f.code == "logits.nonfinite")
         assert (finding.sequence, finding.step, finding.token) == ("s1", 4, 7)
@@ -324,7 +315,7 @@ class TestDiverged:
         golden, run = pair()
         run.one.logits["engine"][1, 0] = np.nan
         run.seqs[1].logits["engine"][1, 0] = np.inf
-        assert np.isnan(report_of(golden, run).totals.max_abs)
+        assert np.isnan(judged(golden, run).totals.max_abs)
 
 
 class TestInvalid:
@@ -335,7 +326,7 @@ class TestInvalid:
         golden.one.logits["exact"][2, 3] = bad
         if same:
             run.one.logits["engine"][2, 3] = bad
-        report = report_of(golden, run, atol=1e30, allow_loose=True)
+        report = judged(golden, run, atol=1e30, allow_loose=True)
         assert (report.verdict, report.exit_code) == (Verdict.INVALID, 2)
         assert "step 2, id 3" in report.reason
 
@@ -357,14 +348,14 @@ class TestInconclusive:
         golden, run = pair()
         golden.seqs.clear()
         run.seqs.clear()
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert (report.verdict, report.exit_code) == (Verdict.INCONCLUSIVE, 2)
         assert "nothing was compared" in report.reason
         assert not report.totals.exact
 
     @pytest.mark.parametrize("options", [{}, {"allow_partial": True, "allow_loose": True, "atol": 9}], ids=str)
     def test_no_tokens(self, options):
-        report = report_of(*pair(steps=0), **options)
+        report = judged(*pair(steps=0), **options)
         assert report.verdict is Verdict.INCONCLUSIVE
 
     @pytest.mark.parametrize("side", ["golden", "run"])
@@ -372,10 +363,10 @@ class TestInconclusive:
         golden, run = pair()
         for s in {"golden": golden, "run": run}[side].seqs:
             s.logits.clear()
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.INCONCLUSIVE
         assert "no logits to compare" in report.reason
-        report = report_of(golden, run, allow_partial=True)
+        report = judged(golden, run, allow_partial=True)
         assert (report.verdict, report.totals.logits, report.totals.max_abs) == (Verdict.PASS, "none", None)
 
     def test_no_logits_and_other_tokens_is_diverged(self):
@@ -390,7 +381,7 @@ class TestInconclusive:
         for s in run.seqs:
             s.prompt_logits.clear()
         assert verdict(golden, run) is Verdict.INCONCLUSIVE
-        report = report_of(golden, run, allow_partial=True)
+        report = judged(golden, run, allow_partial=True)
         assert (report.verdict, report.totals.prompt_logits) == (Verdict.PASS, "none")
 
 
@@ -398,7 +389,7 @@ class TestPromptLogits:
     def test_are_judged_like_the_others(self):
         golden, run = pair(score=True)
         run.seqs[1].prompt_logits["engine"][3, 5] += np.float32(0.01)
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.DIVERGED
         assert codes(report) == {"prompt_logits.out_of_tolerance"}
         assert "position 3" in report.findings[0].message
@@ -415,13 +406,13 @@ class TestPromptLogits:
     def test_are_compared_even_where_the_tokens_part_at_once(self):
         golden, run = pair(score=True)
         run.one.tokens[0] ^= 1
-        assert report_of(golden, run).sequences[0].prompt_logits.rows_compared == 4
+        assert judged(golden, run).sequences[0].prompt_logits.rows_compared == 4
 
     def test_that_only_the_run_has_are_noted(self):
         golden, run = pair(score=True)
         for s in golden.seqs:
             s.prompt_logits.clear()
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.IDENTICAL
         assert {f.level for f in report.findings} == {Level.NOTE}
 
@@ -438,7 +429,7 @@ class TestTieBreak:
     def test_a_tie_within_tolerance(self, step):
         golden, run = self.forced()
         make_tie(golden, run, step)
-        report = report_of(golden, run, atol=2e-3)
+        report = judged(golden, run, atol=2e-3)
         assert (report.verdict, report.exit_code) == (Verdict.TIE_BREAK, 1)
         t = report.totals
         assert (t.tokens_equal, t.tokens, t.exact, t.first_divergence) == (11, 12, False, (0, step))
@@ -452,7 +443,7 @@ class TestTieBreak:
     def test_on_tie(self, on_tie, code, level):
         golden, run = self.forced()
         make_tie(golden, run, 2)
-        report = report_of(golden, run, atol=2e-3, on_tie=on_tie)
+        report = judged(golden, run, atol=2e-3, on_tie=on_tie)
         assert (report.verdict, report.exit_code) == (Verdict.TIE_BREAK, code)
         assert [f.level for f in report.findings] == [level]
 
@@ -461,7 +452,7 @@ class TestTieBreak:
         for step in (1, 3, 5):
             make_tie(golden, run, step)
         make_tie(golden, run, 4, seq=1)
-        report = report_of(golden, run, atol=2e-3)
+        report = judged(golden, run, atol=2e-3)
         assert (report.verdict, report.totals.tokens_equal) == (Verdict.TIE_BREAK, 8)
 
     def test_one_step_that_is_no_tie_spoils_it(self):
@@ -485,7 +476,7 @@ class TestTieBreak:
     def test_a_free_run_did_not_compare_the_later_steps(self):
         golden, run = pair()
         make_tie(golden, run, 2)
-        report = report_of(golden, run, atol=2e-3, on_tie="pass")
+        report = judged(golden, run, atol=2e-3, on_tie="pass")
         assert (report.verdict, report.exit_code) == (Verdict.DIVERGED, 1)
         assert report.totals.rows_compared == 3 + 6
         assert "--teacher-force" in report.findings[0].message
@@ -494,7 +485,7 @@ class TestTieBreak:
         golden, run = pair()
         make_tie(golden, run, 2)
         run.one.tokens[4:] = (golden.one.tokens[4:] + 7) % 40
-        report = report_of(golden, run, atol=2e-3)
+        report = judged(golden, run, atol=2e-3)
         assert "it is a tie, but 3 later steps were not compared" in report.findings[0].message
 
     def test_a_free_run_at_the_last_step_has_no_later_ones(self):
@@ -538,7 +529,7 @@ class TestTieBreak:
         make_tie(golden, run, 1)
         for side in (golden, run):
             side.manifest["decoding"]["temperature"] = 0.7
-        report = report_of(golden, run, atol=2e-3)
+        report = judged(golden, run, atol=2e-3)
         assert report.verdict is Verdict.DIVERGED
         assert "temperature" in report.findings[0].message
 
@@ -552,7 +543,7 @@ class TestTieBreak:
     def test_a_token_that_is_not_the_argmax_of_its_own_logits_is_pointed_out(self):
         golden, run = self.forced()
         run.one.tokens[2] = int(np.argsort(-run.one.logits["engine"][2])[1])
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert codes(report) == {"tokens.diverged", "tokens.not_argmax"}
         assert report.sequences[0].divergence.own_argmax is False
 
@@ -560,13 +551,13 @@ class TestTieBreak:
         golden, run = self.forced()
         make_tie(golden, run, 2)
         golden.one.ties = (2,)
-        assert report_of(golden, run, atol=2e-3).sequences[0].divergence.recorded_tie
+        assert judged(golden, run, atol=2e-3).sequences[0].divergence.recorded_tie
 
     def test_teacher_forced_steps_are_all_compared_after_a_real_divergence(self):
         golden, run = self.forced()
         run.one.tokens[1] ^= 1
         run.one.logits["engine"][5, 5] += 1
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.DIVERGED
         assert codes(report) >= {"tokens.diverged", "logits.out_of_tolerance"}
         assert report.totals.rows_compared == 12
@@ -598,7 +589,7 @@ class TestPrecedence:
         run = run_side(golden, teacher_forced=True)
         for i, which in enumerate((first, second)):
             self.spoil(golden, run, i, self.SPOIL[which])
-        report = report_of(golden, run, atol=2e-3)
+        report = judged(golden, run, atol=2e-3)
         assert [s.verdict.value for s in report.sequences] == [self.SPOIL[first], self.SPOIL[second]]
         assert report.verdict.value == self.SPOIL[min(first, second)]
 
@@ -615,7 +606,7 @@ class TestParts:
         golden, run = pair()
         run.one.tokens[4] ^= 1
         run.one.logits["engine"][4:] = 0
-        report = report_of(golden, run, steps=4)
+        report = judged(golden, run, steps=4)
         t = report.totals
         assert report.verdict is Verdict.IDENTICAL
         assert (t.steps, t.steps_available, t.tokens_equal, t.tokens) == (8, 12, 8, 8)
@@ -646,7 +637,7 @@ class TestParts:
         golden, run = pair(sequences=3)
         run.one.tokens[0] ^= 1
         del run.seqs[2]
-        report = report_of(golden, run, select=("s1",))
+        report = judged(golden, run, select=("s1",))
         t = report.totals
         assert report.verdict is Verdict.IDENTICAL
         assert (t.sequences, t.sequences_available, t.tokens) == (1, 3, 6)
@@ -656,13 +647,13 @@ class TestParts:
     def test_select_keeps_the_index_of_the_golden(self):
         golden, run = pair()
         run.seqs[1].tokens[2] ^= 1
-        assert report_of(golden, run, select=("s1",)).totals.first_divergence == (1, 2)
+        assert judged(golden, run, select=("s1",)).totals.first_divergence == (1, 2)
 
     @pytest.mark.parametrize("name", ["s7", "S0", "", "s0,s1"])
     def test_a_selection_that_the_golden_lacks(self, name):
         golden, run = pair()
         with pytest.raises(InputError, match="no such sequence") as caught:
-            report_of(golden, run, select=("s0", name))
+            judged(golden, run, select=("s0", name))
         assert "\n" not in str(caught.value)
 
 
@@ -684,9 +675,9 @@ class TestBlocks:
         golden, run = self.spoiled()
         for s in golden.seqs:
             s.form = form
-        whole = report_of(golden, run, atol=1e-3, allow_partial=True)
+        whole = judged(golden, run, atol=1e-3, allow_partial=True)
         monkeypatch.setattr("kdtr_cli.parity.logits.BLOCK_VALUES", values)
-        parts = report_of(golden, run, atol=1e-3, allow_partial=True)
+        parts = judged(golden, run, atol=1e-3, allow_partial=True)
         assert repr(parts.totals) == repr(whole.totals)
         assert [repr(s.logits) for s in parts.sequences] == [repr(s.logits) for s in whole.sequences]
         assert parts.findings == whole.findings or repr(parts.findings) == repr(whole.findings)
@@ -698,7 +689,7 @@ class TestBlocks:
         for g, r in zip(golden.seqs, run.seqs, strict=True):
             g.logits["exact"][:] = g.logits["exact"][0] + np.linspace(0, 1e-3, 6, dtype=np.float32)[:, None]
             r.logits["engine"] = g.logits["exact"] + np.float32(1e-5)
-        report = report_of(golden, run, atol=3e-4)
+        report = judged(golden, run, atol=3e-4)
         assert report.sequences[0].logits.too_loose == ("the previous position's logits",)
 
     def test_are_small_and_asked_for_in_order(self):

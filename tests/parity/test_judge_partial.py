@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from parity_cases import golden_side, make_tie, perturb, run_side
+from parity_cases import golden_side, judged, make_tie, perturb, run_side
 
 from kdtr_cli.parity.evidence import logits_of, sha256_rows
 from kdtr_cli.parity.judge import judge
@@ -27,10 +27,6 @@ def pair(golden_form="full", run_form="full", **kwargs):
     return golden, run
 
 
-def report_of(golden, run, **options):
-    return judge(golden.evidence(), run.evidence(), JudgeOptions(**options))
-
-
 def without_digests(evidence):
     for s in evidence.sequences:
         for logits in s.logits.values():
@@ -45,7 +41,7 @@ def codes(report):
 class TestDigests:
     @pytest.mark.parametrize("forms", MIXED)
     def test_equal_ones_are_enough_for_identical(self, forms):
-        report = report_of(*pair(*forms))
+        report = judged(*pair(*forms))
         assert report.verdict is Verdict.IDENTICAL
         assert report.totals.logits == ("digest" if "digest" in forms else "top5")
         assert (report.totals.rows_identical, report.totals.max_abs) == (12, 0.0)
@@ -58,7 +54,7 @@ class TestDigests:
         at = row.argmin() if place == "least" else row.argmax()
         row[at] = np.nextafter(row[at], np.float32(np.inf))
         for options in ({}, {"allow_partial": True}, {"atol": 0}):
-            report = report_of(golden, run, **options)
+            report = judged(golden, run, **options)
             assert report.verdict is Verdict.DIVERGED
             assert report.totals.rows_identical == 11
 
@@ -66,7 +62,7 @@ class TestDigests:
     def test_other_ones_measure_nothing(self, forms):
         golden, run = pair(*forms)
         run.one.logits["engine"][2, 2] += np.float32(1e-6)
-        report = report_of(golden, run, atol=1.0, allow_partial=True, allow_loose=True)
+        report = judged(golden, run, atol=1.0, allow_partial=True, allow_loose=True)
         assert (report.verdict, codes(report)) == (Verdict.INCONCLUSIVE, {"logits.unmeasured"})
         assert "1 rows of logits can't be measured" in report.reason
 
@@ -74,21 +70,21 @@ class TestDigests:
         golden, run = pair("digest")
         for s in golden.seqs:
             del s.logits["exact"]
-        report = report_of(golden, run, atol=0)
+        report = judged(golden, run, atol=0)
         assert (report.verdict, report.reference) == (Verdict.INCONCLUSIVE, "float64")
 
     def test_of_rows_that_are_not_finite_in_the_run_convict_the_golden(self):
         golden, run = pair("digest")
         for side, name in ((golden, "exact"), (run, "engine")):
             side.one.logits[name][3, 3] = np.nan
-        assert report_of(golden, run).verdict is Verdict.INVALID
+        assert judged(golden, run).verdict is Verdict.INVALID
 
     @pytest.mark.parametrize("form", ["digest", "top:5"])
     def test_a_run_that_is_not_finite(self, form):
         golden, run = pair(form)
         low = golden.one.logits["exact"][3].argmin()
         run.one.logits["engine"][3, low] = -np.inf  # outside every top K
-        report = report_of(golden, run, atol=1e9, allow_partial=True, allow_loose=True)
+        report = judged(golden, run, atol=1e9, allow_partial=True, allow_loose=True)
         assert report.verdict is Verdict.DIVERGED
         assert "logits.nonfinite" in codes(report)
 
@@ -114,9 +110,9 @@ class TestTopK:
     def test_partial_logits_need_to_be_allowed(self, forms):
         golden, run = pair(*forms)
         perturb(run, 1e-4)
-        report = report_of(golden, run, atol=1e-3)
+        report = judged(golden, run, atol=1e-3)
         assert (report.verdict, report.exit_code, codes(report)) == (Verdict.INCONCLUSIVE, 2, {"logits.partial"})
-        report = report_of(golden, run, atol=1e-3, allow_partial=True)
+        report = judged(golden, run, atol=1e-3, allow_partial=True)
         assert report.verdict is Verdict.PASS
         assert report.totals.logits == ("top3" if "top:3" in forms else "top5")
         assert 0 < report.totals.max_abs < 1e-4 * 1.01
@@ -127,7 +123,7 @@ class TestTopK:
         row = run.one.logits["engine"][4]
         at = int(np.argsort(-row)[1])
         row[at] -= np.float32(0.01)
-        report = report_of(golden, run, atol=1e-3)
+        report = judged(golden, run, atol=1e-3)
         finding = next(f for f in report.findings if f.code == "logits.out_of_tolerance")
         assert report.verdict is Verdict.DIVERGED
         assert (finding.step, finding.token) == (4, at)
@@ -138,7 +134,7 @@ class TestTopK:
         row = run.one.logits["engine"][4]
         second, third = np.argsort(-row)[1:3]
         row[[second, third]] = row[[third, second]]  # sorted values stay as they are
-        assert report_of(golden, run, atol=1e-3, allow_partial=True).verdict is Verdict.DIVERGED
+        assert judged(golden, run, atol=1e-3, allow_partial=True).verdict is Verdict.DIVERGED
 
     @pytest.mark.parametrize("forms", TOPS)
     def test_without_digests_no_bits_are_claimed(self, forms):
@@ -154,7 +150,7 @@ class TestTopK:
         row = run.one.logits["engine"][2]
         least = int(row.argmin())
         row[least] = np.sort(row)[-2]  # the golden has it far below its fifth; the token stays
-        report = report_of(golden, run, **bound, allow_partial=True, allow_loose=True)
+        report = judged(golden, run, **bound, allow_partial=True, allow_loose=True)
         assert report.verdict is Verdict.DIVERGED
         (finding,) = report.findings
         assert (finding.step, finding.token, finding.golden, finding.run) == (2, least, None, float(row[least]))
@@ -166,7 +162,7 @@ class TestTopK:
         row = run.one.logits["engine"][2]
         second = int(np.argsort(-row)[1])
         row[second] = row.min() - 1  # drops out of the run's top five
-        report = report_of(golden, run, **bound, allow_partial=True, allow_loose=True)
+        report = judged(golden, run, **bound, allow_partial=True, allow_loose=True)
         assert report.verdict is Verdict.DIVERGED
         assert any(f.token == second and f.run is None for f in report.findings)
 
@@ -177,9 +173,9 @@ class TestTopK:
                 fifth, sixth = np.sort(a)[-5], np.argsort(-a)[5]
                 a[sixth] = fifth - np.float32(1e-5)
                 b[sixth] = fifth - np.float32(2e-5)
-        assert report_of(golden, run, atol=1e-4, allow_partial=True).verdict is Verdict.PASS
+        assert judged(golden, run, atol=1e-4, allow_partial=True).verdict is Verdict.PASS
         ulps = int(np.float32(1e-4) / np.spacing(np.float32(1e-3)))
-        assert report_of(golden, run, max_ulp=ulps, allow_partial=True).verdict is Verdict.PASS
+        assert judged(golden, run, max_ulp=ulps, allow_partial=True).verdict is Verdict.PASS
 
     def test_tops_that_share_no_id_compare_nothing(self):
         golden, run = pair()
@@ -189,7 +185,7 @@ class TestTopK:
             g.logits = {"exact": flat + np.float32(1e-3) * (np.arange(40) < 5).astype(np.float32)}
             r.logits = {"engine": flat + np.float32(1e-3) * (np.arange(40) >= 35).astype(np.float32)}
             g.form = r.form = "top:5"
-        report = report_of(golden, run, atol=1.0, allow_partial=True, allow_loose=True)
+        report = judged(golden, run, atol=1.0, allow_partial=True, allow_loose=True)
         assert report.verdict is Verdict.INCONCLUSIVE
         assert "logits.unmeasured" in codes(report)
 
@@ -197,7 +193,7 @@ class TestTopK:
     def test_kl_needs_the_full_vocabulary(self, forms):
         golden, run = pair(*forms)
         perturb(run, 1e-4)
-        report = report_of(golden, run, atol=1e-3, max_kl=10, allow_partial=True)
+        report = judged(golden, run, atol=1e-3, max_kl=10, allow_partial=True)
         assert (report.verdict, codes(report)) == (Verdict.INCONCLUSIVE, {"logits.no_kl"})
         assert report.totals.max_kl is None
 
@@ -217,7 +213,7 @@ class TestTopK:
     def test_a_golden_value_that_is_not_finite(self):
         golden, run = pair("top:5")
         golden.one.logits["exact"][2, int(golden.one.logits["exact"][2].argmax())] = np.inf
-        assert report_of(golden, run, atol=1e9, allow_partial=True).verdict is Verdict.INVALID
+        assert judged(golden, run, atol=1e9, allow_partial=True).verdict is Verdict.INVALID
 
     def test_ids_outside_the_vocabulary_or_twice_are_invalid(self):
         for bad, words in ((40, "outside the vocabulary"), (-1, "outside"), (None, "an id twice")):
@@ -235,8 +231,8 @@ class TestTopK:
         make_tie(golden, run, 2)
         for s in golden.seqs:
             s.form = "top:5"
-        assert report_of(golden, run, atol=2e-3).verdict is Verdict.INCONCLUSIVE
-        assert report_of(golden, run, atol=2e-3, allow_partial=True).verdict is Verdict.TIE_BREAK
+        assert judged(golden, run, atol=2e-3).verdict is Verdict.INCONCLUSIVE
+        assert judged(golden, run, atol=2e-3, allow_partial=True).verdict is Verdict.TIE_BREAK
 
     @pytest.mark.parametrize("form", ["top:2", "digest"])
     def test_a_tie_that_is_not_shown_is_none(self, form):
@@ -245,7 +241,7 @@ class TestTopK:
         run.one.tokens[2] = int(np.argsort(-golden.one.logits["exact"][2])[2])
         for s in golden.seqs:
             s.form = form
-        report = report_of(golden, run, atol=100, allow_partial=True, allow_loose=True)
+        report = judged(golden, run, atol=100, allow_partial=True, allow_loose=True)
         assert report.verdict is Verdict.DIVERGED
 
     def test_the_larger_k_is_cut_to_the_vocabulary(self):
@@ -265,7 +261,7 @@ class TestNoLogits:
                 if missing in (side.evidence().kind, "both"):
                     for s in side.seqs:
                         s.logits.clear()
-            report = report_of(golden, run, atol=1e-3, allow_partial=True, allow_loose=True)
+            report = judged(golden, run, atol=1e-3, allow_partial=True, allow_loose=True)
             assert (report.verdict, report.totals.tokens_equal) == (verdict, 12)
 
     def test_one_other_token_is_still_diverged(self):
@@ -274,7 +270,7 @@ class TestNoLogits:
         for s in run.seqs:
             s.logits.clear()
         run.one.tokens[2] ^= 1
-        assert report_of(golden, run, allow_partial=True).verdict is Verdict.DIVERGED
+        assert judged(golden, run, allow_partial=True).verdict is Verdict.DIVERGED
 
 
 def test_a_signalling_nan_is_seen_without_a_warning():

@@ -4,23 +4,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parity_cases import golden_side, make_tie, perturb, run_side
+from parity_cases import golden_side, judged, make_tie, perturb, run_side
 from rounds_cases import DRAFTER, node_at, round_pair, rounds_of
 
 from kdtr_cli.parity.evidence import RoundProblem
-from kdtr_cli.parity.judge import judge
 from kdtr_cli.parity.rounds import compare_rounds, fault, judged_rounds
-from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Level, Verdict
 from kdtr_cli.report.line import verdict_line
 
 pytestmark = pytest.mark.quick
 
 LENIENT = {"atol": 1.0, "allow_loose": True}
-
-
-def judged(golden, run, **options):
-    return judge(golden.evidence(), run.evidence(), JudgeOptions(**options))
 
 
 def rounds_findings(report):

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from parity_cases import golden_side, make_tie, manifest, perturb, run_side
+from parity_cases import golden_side, judged, make_tie, manifest, pair, perturb, run_side
 
-from kdtr_cli.parity.judge import judge
-from kdtr_cli.parity.tolerances import JudgeOptions
 from kdtr_cli.parity.verdicts import Verdict
 from kdtr_cli.report.github import report_github
 from kdtr_cli.report.json import report_json
@@ -109,22 +107,13 @@ ROWS = {
 }
 
 
-def pair(**kwargs):
-    golden = golden_side(**kwargs)
-    return golden, run_side(golden)
-
-
-def report_of(golden, run, **options):
-    return judge(golden.evidence(), run.evidence(), JudgeOptions(**options))
-
-
 class TestNotANumber:
     def test_a_nan_output_passes_any_threshold(self):
         """tensara #87, flame/blis #279, athena #223: `difference > tolerance` is false for NaN."""
         golden, run = pair()
         for s in run.seqs:
             s.logits["engine"][:] = np.nan
-        assert report_of(golden, run, **GENEROUS).verdict is Verdict.DIVERGED
+        assert judged(golden, run, **GENEROUS).verdict is Verdict.DIVERGED
 
     @pytest.mark.parametrize("rule", [{}, {"atol": 1e9}, {"rtol": 1e9}, {"max_ulp": 2**62}, {"max_kl": 1e9}], ids=str)
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -132,7 +121,7 @@ class TestNotANumber:
         """flame/blis #279, athena #223: `resid > tol` is false for NaN, and so is `inf - inf > tol`."""
         golden, run = pair()
         run.one.logits["engine"][2, 7] = bad
-        report = report_of(golden, run, **rule, allow_loose=True, allow_partial=True, on_tie="pass")
+        report = judged(golden, run, **rule, allow_loose=True, allow_partial=True, on_tie="pass")
         assert report.verdict is Verdict.DIVERGED
         assert report.totals.first_logit_failure == (0, 2)
 
@@ -143,22 +132,22 @@ class TestNotANumber:
         golden.one.logits["exact"][1, 1] = np.nan
         if with_run:
             run.one.logits["engine"][1, 1] = np.nan
-        assert report_of(golden, run, **GENEROUS).verdict is Verdict.INVALID
+        assert judged(golden, run, **GENEROUS).verdict is Verdict.INVALID
 
     @pytest.mark.parametrize("how_many", [1, 2])
     def test_a_single_bad_value_is_forgiven(self, how_many):
         """Liger-Kernel #259: NaN counted as equal, and more than one mismatch was needed."""
         golden, run = pair()
         run.one.logits["engine"].flat[:how_many] = np.nan
-        assert report_of(golden, run, **GENEROUS).verdict is Verdict.DIVERGED
+        assert judged(golden, run, **GENEROUS).verdict is Verdict.DIVERGED
         run.one.logits["engine"].flat[:how_many] = 50
-        assert report_of(golden, run, atol=1e-3).verdict is Verdict.DIVERGED
+        assert judged(golden, run, atol=1e-3).verdict is Verdict.DIVERGED
 
     def test_infinities_of_one_sign_are_equal(self):
         """tensara #87: what is not finite agrees with nothing; kdtr knows no declaration that would let it."""
         golden, run = pair()
         golden.one.logits["exact"][0, 0] = run.one.logits["engine"][0, 0] = -np.inf
-        assert report_of(golden, run, **GENEROUS).verdict is Verdict.INVALID
+        assert judged(golden, run, **GENEROUS).verdict is Verdict.INVALID
 
 
 class TestMissing:
@@ -166,14 +155,14 @@ class TestMissing:
         """Polygraphy compare: skipped with a warning."""
         golden, run = pair()
         del run.seqs[1]
-        assert report_of(golden, run, **GENEROUS).verdict is Verdict.DIVERGED
+        assert judged(golden, run, **GENEROUS).verdict is Verdict.DIVERGED
 
     @pytest.mark.parametrize("name", ["S1", "s1 ", "s01", "s1.0"])
     def test_a_name_is_guessed(self, name):
         """Polygraphy compare: the closest name is taken."""
         golden, run = pair()
         run.seqs[1].id = name
-        report = report_of(golden, run, **GENEROUS)
+        report = judged(golden, run, **GENEROUS)
         assert (report.verdict, report.totals.missing, report.totals.extra) == (Verdict.DIVERGED, 1, 1)
 
     def test_what_only_the_baseline_has_is_ignored(self):
@@ -181,10 +170,10 @@ class TestMissing:
         golden, run = pair(score=True)
         for s in run.seqs:
             s.prompt_logits.clear()
-        assert report_of(golden, run, atol=1e-3).exit_code == 2
+        assert judged(golden, run, atol=1e-3).exit_code == 2
         golden, run = pair()
         run.seqs.append(run_side(golden_side(sequences=3)).seqs[2])
-        assert report_of(golden, run, **GENEROUS).verdict is Verdict.DIVERGED
+        assert judged(golden, run, **GENEROUS).verdict is Verdict.DIVERGED
 
     @pytest.mark.parametrize("kept", range(6))
     def test_a_shorter_output_is_cut_to_fit(self, kept):
@@ -192,12 +181,12 @@ class TestMissing:
         golden, run = pair()
         s = run.seqs[1]
         s.tokens, s.logits = s.tokens[:kept], {"engine": s.logits["engine"][:kept]}
-        assert report_of(golden, run, **GENEROUS).verdict is Verdict.DIVERGED
-        assert "tokens.shorter" in {f.code for f in report_of(golden, run, **GENEROUS).findings}
+        assert judged(golden, run, **GENEROUS).verdict is Verdict.DIVERGED
+        assert "tokens.shorter" in {f.code for f in judged(golden, run, **GENEROUS).findings}
         golden, run = pair()
         s = golden.seqs[1]
         s.tokens, s.logits = s.tokens[:kept], {k: v[:kept] for k, v in s.logits.items()}
-        report = report_of(golden, run, **GENEROUS)
+        report = judged(golden, run, **GENEROUS)
         assert report.verdict is Verdict.DIVERGED
         assert "tokens.longer" in {f.code for f in report.findings}
 
@@ -205,7 +194,7 @@ class TestMissing:
         """vLLM check_logprobs_close again."""
         golden, run = pair(sequences=1)
         run.one.tokens[1] ^= 1
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert (report.totals.rows_compared, report.totals.rows) == (2, 6)
         assert "2 of 6 rows of logits compared" in report_text(report)
 
@@ -215,7 +204,7 @@ class TestMissing:
         run = run_side(golden, teacher_forced=True)
         run.one.tokens[1] ^= 1
         run.one.logits["engine"][4, 3] += np.float32(0.5)
-        report = report_of(golden, run, atol=1e-3)
+        report = judged(golden, run, atol=1e-3)
         assert (report.totals.rows_compared, report.totals.rows_out) == (6, 1)
         assert report.totals.tokens_equal == 5
 
@@ -223,7 +212,7 @@ class TestMissing:
     def test_nobody_says_how_much_was_compared(self, how):
         """PaDiff get_all_valid_path: none, or fewer than declared, is no pass, and the counts are printed."""
         golden, run = pair(sequences=1)
-        text = report_text(report_of(golden, run))
+        text = report_text(judged(golden, run))
         assert "1 of 1 sequences, 6 of 6 steps: 6 of 6 rows of logits compared, 6 of them identical" in text
         side = run.one
         match how:
@@ -238,7 +227,7 @@ class TestMissing:
             case "fewer tokens":
                 side.tokens, side.logits = side.tokens[:5], {"engine": side.logits["engine"][:5]}
         loose = {**GENEROUS, "allow_partial": False}
-        report = report_of(golden, run, **loose)
+        report = judged(golden, run, **loose)
         assert report.exit_code != 0
         assert report.totals.rows_compared < 6 or report.verdict is Verdict.INVALID
         if how != "fewer rows":  # invalid evidence is not measured
@@ -250,23 +239,23 @@ class TestMissing:
         """PaDiff get_all_valid_path: a return inside the loop; llm.c PR #851, #852: verified before the loop ended."""
         golden, run = pair()
         run.seqs[seq].logits["engine"][step, 20] += np.float32(0.1)
-        report = report_of(golden, run, atol=1e-2)
+        report = judged(golden, run, atol=1e-2)
         assert (report.verdict, report.totals.first_logit_failure) == (Verdict.DIVERGED, (seq, step))
 
     def test_both_sides_that_died_alike_agree(self):
         """d-inference PR #595: both ended without output, and that was a match."""
-        assert report_of(*pair(steps=0), **GENEROUS).verdict is Verdict.INCONCLUSIVE
+        assert judged(*pair(steps=0), **GENEROUS).verdict is Verdict.INCONCLUSIVE
         golden, run = pair()
         golden.seqs.clear()
         run.seqs.clear()
-        assert report_of(golden, run, **GENEROUS).verdict is Verdict.INCONCLUSIVE
+        assert judged(golden, run, **GENEROUS).verdict is Verdict.INCONCLUSIVE
 
     def test_another_failure_than_the_one_allowed_is_swallowed(self):
         """let-go PR #681: an allowance for one thing let another through."""
         golden, run = pair()
         run.one.tokens[2] ^= 1
         run.one.logits["engine"][2] = 0
-        assert report_of(golden, run, atol=1e-3, on_tie="pass", allow_partial=True).verdict is Verdict.DIVERGED
+        assert judged(golden, run, atol=1e-3, on_tie="pass", allow_partial=True).verdict is Verdict.DIVERGED
 
     @pytest.mark.parametrize("fault", ["tie", "partial", "loose", "token", "value", "missing", "longer"])
     @pytest.mark.parametrize("allowed", [(), ("tie",), ("partial",), ("loose",), ("tie", "partial", "loose")], ids=str)
@@ -295,7 +284,7 @@ class TestMissing:
                 s.logits = {"engine": np.vstack([s.logits["engine"], s.logits["engine"][:1]])}
         said = {"tie": {"on_tie": "pass"}, "partial": {"allow_partial": True}, "loose": {"allow_loose": True}}
         options = {k: v for name in allowed for k, v in said[name].items()}
-        report = report_of(golden, run, **bound, **options)
+        report = judged(golden, run, **bound, **options)
         assert (report.exit_code == 0) == (fault in allowed)
 
 
@@ -309,13 +298,13 @@ class TestWrongMeasure:
         row = run.one.logits["engine"][3]
         rest = np.argsort(-row)[1:5]
         row[rest] = row[rest[::-1]]  # the same values in the same order of size, at other ids
-        assert report_of(golden, run, atol=1e-3, allow_partial=True).verdict is Verdict.DIVERGED
+        assert judged(golden, run, atol=1e-3, allow_partial=True).verdict is Verdict.DIVERGED
 
     def test_a_top_ten_mismatch_is_printed_and_success_returned(self):
         """llama.cpp compare-logits.py: the exit code came from elsewhere."""
         golden, run = pair()
         run.one.logits["engine"][0, [1, 2]] = run.one.logits["engine"][0, [2, 1]]
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.exit_code == 1
         assert verdict_line(report).startswith("FAIL ")
         assert json.loads(report_json(report))["exit_code"] == 1
@@ -324,7 +313,7 @@ class TestWrongMeasure:
         """ik_llama.cpp PR #325: a base of 16 bits gave negative KL; #2019: the sum covered what was printed."""
         golden, run = pair(vocab=5000, sequences=1, steps=2)
         run.one.logits["engine"][1, 4999] = np.nextafter(run.one.logits["engine"][1, 4999], np.float32(99))
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is Verdict.DIVERGED
         assert report.totals.max_kl >= 0
         assert report.totals.values_compared == 10_000
@@ -335,9 +324,9 @@ class TestWrongMeasure:
         for s in run.seqs:
             s.form = "top:7"
         perturb(run, 1e-6)
-        report = report_of(golden, run, atol=1e-3)
+        report = judged(golden, run, atol=1e-3)
         assert report.verdict is Verdict.INCONCLUSIVE
-        report = report_of(golden, run, atol=1e-3, allow_partial=True)
+        report = judged(golden, run, atol=1e-3, allow_partial=True)
         assert report.verdict is Verdict.PASS
         assert " logits=top7 " in verdict_line(report)
         assert report.totals.values_compared < 2 * 6 * 40
@@ -355,7 +344,7 @@ class TestWrongMeasure:
                 "previous": np.vstack([x[:1], x[:-1]]),
                 "constant": np.full_like(x, 1.0),
             }[trivial]
-        report = report_of(golden, run, **bound)
+        report = judged(golden, run, **bound)
         assert report.verdict in (Verdict.INCONCLUSIVE, Verdict.DIVERGED)
         assert "tolerance.too_loose" in {f.code for f in report.findings}
 
@@ -366,14 +355,14 @@ class TestWrongMeasure:
         for g, r in zip(golden.seqs, run.seqs, strict=True):
             g.logits["exact"] *= np.float32(1e-3)
             r.logits["engine"][:] = fill
-        assert report_of(golden, run, atol=2e-2).exit_code == 2
+        assert judged(golden, run, atol=2e-2).exit_code == 2
 
     def test_a_stale_buffer_gives_the_right_answer(self):
         """KernelBench PR #82: the memory still held the last result; here that of the step before."""
         golden, run = pair()
         for s in run.seqs:
             s.logits["engine"][1:] = s.logits["engine"][:-1].copy()
-        assert report_of(golden, run, atol=1e-2).verdict is Verdict.DIVERGED
+        assert judged(golden, run, atol=1e-2).verdict is Verdict.DIVERGED
 
     def test_statistics_are_taken_in_the_type_of_the_run(self):
         """executorch #22018: errors of fp16 computed in fp16 overflow or vanish."""
@@ -381,7 +370,7 @@ class TestWrongMeasure:
         run.one.logits["engine"] = run.one.logits["engine"].astype(np.float16)
         run.one.logits["engine"][0, 0] = np.float16(-60000)
         golden.one.logits["exact"][0, 0] = 60000
-        report = report_of(golden, run, atol=1)
+        report = judged(golden, run, atol=1)
         assert report.verdict is Verdict.DIVERGED
         assert report.totals.max_abs == 60000 + float(np.float16(60000))
 
@@ -390,7 +379,7 @@ class TestWrongMeasure:
         golden = golden_side()
         run = run_side(golden, tier="int4")
         run.manifest["model"]["weights_used_sha256"] = "f" * 64
-        assert report_of(golden, run, **GENEROUS).verdict is Verdict.INVALID
+        assert judged(golden, run, **GENEROUS).verdict is Verdict.INVALID
 
     @pytest.mark.parametrize("width", [39, 41])
     def test_the_vocabulary_is_sliced_to_fit(self, width):
@@ -399,7 +388,7 @@ class TestWrongMeasure:
         for s in run.seqs:
             s.logits["engine"] = np.resize(s.logits["engine"], (6, width))
         run.vocab = None
-        report = report_of(golden, run, **GENEROUS)
+        report = judged(golden, run, **GENEROUS)
         assert report.verdict is Verdict.INVALID
         assert f"{width} values a row, not 40" in verdict_line(report)
 
@@ -411,11 +400,11 @@ class TestWrongMeasure:
         s = (golden if side == "golden" else run).seqs[1]
         s.tokens = np.append(s.tokens, [pad, pad]).astype(np.int32)
         s.logits = {k: np.vstack([v, v[-2:]]) for k, v in s.logits.items()}
-        assert report_of(golden, run, **GENEROUS).verdict is Verdict.DIVERGED
+        assert judged(golden, run, **GENEROUS).verdict is Verdict.DIVERGED
         golden, run = pair()
         s = (golden if side == "golden" else run).seqs[1]
         s.prompt = np.append([pad], s.prompt).astype(np.int32)
-        assert report_of(golden, run, **GENEROUS).verdict is Verdict.INVALID
+        assert judged(golden, run, **GENEROUS).verdict is Verdict.INVALID
 
     def test_one_bound_for_all_sizes(self):
         """atoma-infer #269, vllm-rbln #741: a gap that is one ULP at 32 is many at 0.01. ULPs scale."""
@@ -423,15 +412,15 @@ class TestWrongMeasure:
         golden.one.logits["exact"][:, 0] = 1000
         golden.one.tokens[:] = run.one.tokens[:] = 0
         run.one.logits["engine"] = golden.one.logits["exact"] * np.float32(1 + 2**-22)
-        assert report_of(golden, run, max_ulp=8).verdict is Verdict.PASS
+        assert judged(golden, run, max_ulp=8).verdict is Verdict.PASS
         run.one.logits["engine"][:, 1] = golden.one.logits["exact"][:, 1] + np.float32(1e-4)
-        assert report_of(golden, run, max_ulp=8).verdict is Verdict.DIVERGED
-        assert report_of(golden, run, atol=1e-3).verdict is Verdict.PASS
+        assert judged(golden, run, max_ulp=8).verdict is Verdict.DIVERGED
+        assert judged(golden, run, atol=1e-3).verdict is Verdict.PASS
 
     def test_no_tolerance_at_all_for_a_rounded_tier(self):
         """triton #723: no bound is guessed from a type; whoever judges a rounded tier says one."""
         golden = golden_side()
-        assert report_of(golden, run_side(golden, tier="bf16")).verdict is Verdict.INVALID
+        assert judged(golden, run_side(golden, tier="bf16")).verdict is Verdict.INVALID
 
 
 class TestReports:
@@ -444,7 +433,7 @@ class TestReports:
         golden, run = pair()
         perturb(run, size)
         golden.one.id = run.one.id = name
-        report = report_of(golden, run)
+        report = judged(golden, run)
         assert report.verdict is (Verdict.DIVERGED if size else Verdict.IDENTICAL)
         text = report_text(report)
         assert text.isascii()
@@ -459,7 +448,7 @@ class TestReports:
         golden, run = pair(score=True)
         perturb(run, size)
         golden.one.id = run.one.id = name
-        report = report_of(golden, run, atol=1e-3)
+        report = judged(golden, run, atol=1e-3)
         line = verdict_line(report)
         for render in (report_text, report_json, report_junit, report_github, report_short):
             assert line.rpartition(" verdict=")[2] in render(report)
@@ -476,7 +465,7 @@ class TestReports:
         def refuse(constant):
             raise AssertionError(constant)
 
-        document = json.loads(report_json(report_of(golden, run)), parse_constant=refuse)
+        document = json.loads(report_json(judged(golden, run)), parse_constant=refuse)
         assert document["totals"]["max_abs"] in ("nan", "inf")
         assert document["verdict"] == "DIVERGED"
 
@@ -485,7 +474,7 @@ class TestReports:
         golden, run = pair(sequences=1)
         golden.one.logits["exact"][:, 5] = -1e5
         run.one.logits["engine"][:, 5] = -2e5
-        assert report_of(golden, run, max_kl=1e-9, allow_loose=True).verdict is Verdict.PASS
+        assert judged(golden, run, max_kl=1e-9, allow_loose=True).verdict is Verdict.PASS
 
 
 def test_the_manifest_of_the_cases_is_one_that_bundles_accept():

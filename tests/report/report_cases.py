@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from parity_cases import golden_side, make_tie, perturb, run_side
+from parity_cases import golden_side, judged, make_tie, pair, perturb
 from rounds_cases import round_pair, rounds_of
 from trace_cases import MOE, noise, traced_pair
 
 from kdtr_cli.parity.combine import Combined
-from kdtr_cli.parity.judge import invalid, judge
+from kdtr_cli.parity.judge import invalid
 from kdtr_cli.parity.results import Report
 from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict
@@ -25,15 +25,6 @@ NASTY = (
     "##[error]100%:,::",
     "a\\|b\\*c*",
 )
-
-
-def pair(**kwargs):
-    golden = golden_side(**kwargs)
-    return golden, run_side(golden)
-
-
-def judged(golden, run, **options) -> Report:
-    return judge(golden.evidence(), run.evidence(), JudgeOptions(**options))
 
 
 def identical() -> Report:

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from parity_cases import golden_side, make_tie, perturb, run_side
+from parity_cases import make_tie, pair, perturb
 from rounds_cases import round_pair, rounds_of
 
 from kdtr_cli.parity.judge import judge
@@ -31,11 +31,6 @@ def document_of(golden, run, **options):
     assert document["totals"]["line"] == verdict_line(report)
     assert document == report_document(report)
     return document
-
-
-def pair(**kwargs):
-    golden = golden_side(**kwargs)
-    return golden, run_side(golden)
 
 
 def cases():

@@ -4,16 +4,13 @@ Faults are mistakes in the source of one kernel at a time, in the weights that l
 tells its kernels.
 """
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from planted import plant
 
-import kernels_cu
 from kdtr_cli.bundle.reader import open_bundle
-from kdtr_cli.engine.kernels import KERNELS
 from kdtr_cli.engine.transformer import Transformer
 from kdtr_cli.engine.weights import upload_weights
 from kdtr_cli.errors import DeviceError, InputError
@@ -29,7 +26,6 @@ from kdtr_cli.workflows.prompts import PromptOptions
 from kdtr_cli.workflows.run import RunOptions, make_run
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-KERNEL_FOLDER = Path(kernels_cu.__file__).parent
 
 #: Two layers, a dense one and a MoE one; V2's manner with groups, without q_lora, without shared experts, with biases.
 MODELS = {
@@ -249,23 +245,10 @@ FAULTS = {
 }
 
 
-@pytest.fixture
-def plant(monkeypatch, tmp_path):
-    def replaced(kernel: str, file: str, right: str, wrong: str) -> None:
-        for path in KERNEL_FOLDER.glob("*.cu*"):
-            shutil.copy(path, tmp_path)
-        text = (tmp_path / file).read_text()
-        assert right in text, f"{file} has changed: plant this fault elsewhere ({right})"
-        (tmp_path / file).write_text(text.replace(right, wrong))
-        monkeypatch.setitem(KERNELS, kernel, replace(KERNELS[kernel], file=tmp_path / KERNELS[kernel].file))
-
-    return replaced
-
-
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_a_kernel_stands_alone(golden, plant, fault):
+def test_a_fault_in_a_kernel_stands_alone(golden, fault, tmp_path, monkeypatch):
     *where, operations, hint = FAULTS[fault]
-    plant(*where)
+    plant(monkeypatch, tmp_path, *where)
     report = bisected(golden, judge=JudgeOptions(select=("1",)))
     assert report.faulty == operations
     assert (report.verdict, report.exit_code, report.hint) == (Verdict.DIVERGED, 1, hint)
@@ -352,18 +335,32 @@ class TestOtherFaults:
             monkeypatch.setattr(Transformer, name, once)
         assert bisected(tmp_path / "g.h5").faulty == ("lm_head:decode", "token_choice:decode")
 
-    def test_a_step_that_adds_chunks_which_no_position_is_in(self, tmp_path, plant, monkeypatch):
+    def test_a_step_that_adds_chunks_which_no_position_is_in(self, tmp_path, monkeypatch):
         """A captured step covers the whole capacity, a piece of a prompt as much as it sees."""
         monkeypatch.setitem(PRESETS, "flat", {**PRESETS["odd"], "num_hidden_layers": 1})
         prompt = " ".join(str(i % 200) for i in range(262))
         make_golden(GoldenOptions("flat", tmp_path / "g.h5", PromptOptions(ids=(prompt,)), 1))
-        plant("attn_combine", "attention_combine.cu", "c < chunk_count(positions[blockIdx.z])", "c < chunks")
+        plant(
+            monkeypatch,
+            tmp_path,
+            "attn_combine",
+            "attention_combine.cu",
+            "c < chunk_count(positions[blockIdx.z])",
+            "c < chunks",
+        )
         assert bisected(tmp_path / "g.h5", positions=(5, 261)).faulty == ("attention@layer0:decode",)
 
-    def test_what_writes_outside_its_array(self, golden, plant):
+    def test_what_writes_outside_its_array(self, golden, tmp_path, monkeypatch):
         """The device fails, and the message has the operations that were at fault by then."""
         right = "h[(i64)blockIdx.y * n + i] ="
-        plant("swiglu", "swiglu.cu", right, f"if (i == 0 && blockIdx.y == 0) h[-1] = 1.f;\n  {right} 2.f *")
+        plant(
+            monkeypatch,
+            tmp_path,
+            "swiglu",
+            "swiglu.cu",
+            right,
+            f"if (i == 0 && blockIdx.y == 0) h[-1] = 1.f;\n  {right} 2.f *",
+        )
         with pytest.raises(DeviceError, match=r"^a kernel wrote outside .*; at fault by then: mlp_swiglu@layer0, "):
             bisected(golden)
 
@@ -378,8 +375,15 @@ class TestOtherFaults:
         with pytest.raises(RuntimeError, match=r"before model\.layers\.0\.mlp\.gate_up belong to no operation"):
             bisected(golden)
 
-    def test_a_tolerance_lets_small_differences_pass(self, golden, plant):
-        plant("combine", "combine.cu", "int j = 0; j < slots; ++j", "int j = slots - 1; j >= 0; --j")
+    def test_a_tolerance_lets_small_differences_pass(self, golden, tmp_path, monkeypatch):
+        plant(
+            monkeypatch,
+            tmp_path,
+            "combine",
+            "combine.cu",
+            "int j = 0; j < slots; ++j",
+            "int j = slots - 1; j >= 0; --j",
+        )
         judge = {"select": ("0",)}
         exactly = bisected(golden, judge=JudgeOptions(**judge))
         assert exactly.faulty == ("moe_combine@layer1",)

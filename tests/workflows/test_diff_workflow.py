@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
 from parity_bundles import write_bundle, write_pair
-from parity_cases import golden_side, make_tie, perturb, run_side
+from parity_cases import golden_side, make_tie, pair, perturb, run_side
 
 from kdtr_cli.bundle.reader import BundleSequence, open_bundle
 from kdtr_cli.bundle.scan import ArrayScan
@@ -27,11 +27,6 @@ from kdtr_cli.workflows import diff as workflow
 from kdtr_cli.workflows.diff import bundle_evidence, check_report_target, diff, write_report
 
 pytestmark = pytest.mark.quick
-
-
-def pair(**kwargs):
-    golden = golden_side(**kwargs)
-    return golden, run_side(golden)
 
 
 class TestFromFiles:

@@ -77,26 +77,28 @@ class TestBundle:
         shapes = [(), (0, 3), (2, 3), (1, 1, 1, 5)]
         kinds = [np.int8, np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64]
         kinds += [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn]
-        made = {f"trace/t{i}_{j}": np.ones(s, k) for i, s in enumerate(shapes) for j, k in enumerate(kinds)}
-        ids = np.array([1], np.int32)
-        path = tmp_path / "r.h5"
+        made = {f"t{i}_{j}": np.ones(s, k) for i, s in enumerate(shapes) for j, k in enumerate(kinds)}
+        path = tmp_path / "all.h5"
         with open_bundle(golden_of(tmp_path / "g.h5", embed_weights=False)) as golden:
             manifest = {
                 k: v for k, v in golden.manifest.items() if k not in ("schema", "kind", "sequences", "datasets")
             }
-            with BundleWriter(path, "run") as writer:
+            with BundleWriter(path, "golden") as writer:
                 writer.add_config(golden.config_text)
-                writer.add_sequence(SequenceData("é", 0, ids, ids, "length", made))
+                for name in sorted(made):
+                    writer.add_weight(name, made[name])
+                ids = np.array([1], np.int32)
+                writer.add_sequence(SequenceData("é", 0, ids, ids, "length", {}))
                 writer.finish(manifest)
-        wanted = {name.removeprefix("sequences/000000/"): a for name, a in arrays_of(path).items()}
+        wanted = {name.removeprefix("model/weights/"): a for name, a in arrays_of(path).items()}
         data = export_bundle(ExportOptions(path, tmp_path / "s")).path.read_bytes()
         begin = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:begin])
         with np.load(export_bundle(ExportOptions(path, tmp_path / "n", "npz")).path) as npz:
             for name in made:
-                array, stored = wanted[name], npz[f"sequences/000000/{name}"]
+                array, stored = wanted[name], npz[f"model/weights/{name}"]
                 assert (stored.shape, stored.tobytes()) == (array.shape, array.tobytes())
-                entry = header[f"sequences/000000/{name}"]
+                entry = header[f"model/weights/{name}"]
                 low, high = (begin + at for at in entry["data_offsets"])
                 assert (tuple(entry["shape"]), data[low:high]) == (array.shape, array.tobytes())
                 assert low % array.dtype.itemsize == 0
