@@ -42,6 +42,7 @@ HINTS: Mapping[str, str] = {
 }
 
 _SAMPLE = 64  # rows that are looked at
+_SAMPLE_VALUES = 1 << 21  # logits of them: some 16 MB a copy in float64, whatever the vocabulary
 _CLOSE = 1e-3  # of a ratio, a shift: rounding of float32 sums stays far below, faults of another kind above
 _NOISY = 8.0  # times the noise that a tolerance lets into the tensors before: closer than that nothing can be
 _MOST = 0.05
@@ -318,7 +319,8 @@ def diagnose_logits(golden: Logits | None, run: Logits | None, result: LogitsRes
     place = result.first_out
     if place is None or golden is None or run is None or golden.rows is None or run.rows is None:
         return None
-    last = min(place.row + _SAMPLE, result.rows_compared)
+    sample = min(_SAMPLE, max(1, _SAMPLE_VALUES // max(1, golden.vocab or 1)))
+    last = min(place.row + sample, result.rows_compared)
     g, r = (side.rows(place.row, last).astype(np.float64) for side in (golden, run))
     off = np.abs(r - g).max(axis=1) > 0
     g, r = g[off], r[off]

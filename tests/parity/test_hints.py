@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import resources
 
 import numpy as np
@@ -11,8 +12,11 @@ from parity_cases import golden_side, make_tie, perturb, run_side
 from rounds_cases import round_pair, rounds_of
 from trace_cases import CONFIG, DENSE, MOE, PROMPT, noise, traced_pair
 
-from kdtr_cli.parity.hints import HINTS
+from kdtr_cli.parity.evidence import Logits
+from kdtr_cli.parity.hints import HINTS, diagnose_logits
 from kdtr_cli.parity.judge import judge
+from kdtr_cli.parity.rows import Place
+from kdtr_cli.parity.tally import LogitsResult
 from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.parity.verdicts import Verdict
 
@@ -412,3 +416,18 @@ def test_every_code_is_shown_here_and_in_the_schema():
     assert here == set(HINTS)
     text = resources.files("kdtr_cli.report").joinpath("schema/diff-1.json").read_text(encoding="utf-8")
     assert json.loads(text)["$defs"]["hint"]["enum"] == [*HINTS, None]
+
+
+def test_of_a_wide_vocabulary_few_rows_are_held():
+    """A hint needs no more memory than the comparison, whatever the vocabulary."""
+    vocab, asked = 1 << 20, []
+
+    def rows(lo, hi):
+        asked.append(hi - lo)
+        return np.linspace(0, 1, (hi - lo) * vocab, dtype=np.float32).reshape(hi - lo, vocab)
+
+    golden = Logits(n_rows=100, vocab=vocab, dtype=np.dtype(np.float32), rows=rows)
+    run = replace(golden, rows=lambda lo, hi: rows(lo, hi) + np.float32(0.5))
+    result = LogitsResult("full", 100, rows_compared=100, rows_out=97, first_out=Place(3, 5, 0.0, 0.5))
+    assert diagnose_logits(golden, run, result) == "shift"
+    assert max(asked) * vocab <= 1 << 21
