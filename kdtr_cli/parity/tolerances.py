@@ -51,6 +51,8 @@ class TensorRule:
         for name, value in bounds.items():
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise InputError(f"{self.origin}: {name} of {self.tensor!r} is {value}; give a number from 0 on")
+        if self.max_ulp is not None and self.max_ulp != int(self.max_ulp):
+            raise InputError(f"{self.origin}: max_ulp of {self.tensor!r} is {self.max_ulp}; give a whole number")
 
     def matches(self, name: str) -> bool:
         return fnmatchcase(name, self.tensor)
@@ -106,9 +108,12 @@ class JudgeOptions:
         if self.max_ulp is not None and self.max_ulp != int(self.max_ulp):
             raise InputError(f"--max-ulp is {self.max_ulp}; give a whole number")
         self._check_auto()
+        for name in ("allow_partial", "allow_loose"):
+            if not isinstance(getattr(self, name), bool):  # a text is true, whatever it says
+                raise InputError(f"{name} is {getattr(self, name)!r}; give True or False")
         if self.on_tie not in ON_TIE:
             raise InputError(f"--on-tie is {self.on_tie!r}; allowed: {', '.join(ON_TIE)}")
-        if self.steps is not None and self.steps < 1:
+        if self.steps is not None and not (self.steps >= 1 and self.steps == int(self.steps)):
             raise InputError(f"--steps is {self.steps}; give a number from 1 on, or leave it out to judge every step")
         if self.select is not None and not self.select:
             raise InputError("--select names no sequence; give ids separated by commas, or leave it out to judge all")

@@ -4,6 +4,7 @@ Never pickle: an npz is a zip of .npy files, whose headers are read and held aga
 """
 
 import math
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ _MAX_MEMBERS = 4_000_000
 _MAX_ABOUT = 1 << 20
 _BROKEN_ZIP = (
     zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError, RuntimeError, SyntaxError,
-    KeyError, TypeError,
+    KeyError, TypeError, tokenize.TokenError,
 )  # fmt: skip
 
 
@@ -156,6 +157,8 @@ def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path, name:
 def _checked(path: Path, name: str, shape: tuple[int, ...], fortran: bool, dtype: np.dtype, held: int) -> np.dtype:
     """The dtype of an array that its header describes, which has `held` bytes behind it."""
     limit = limits_from_environment()
+    if any(size < 0 for size in shape):
+        raise EngineError(f"{path.name}: {name} has shape {list(shape)}, which is no list of sizes")
     if dtype.hasobject:
         raise EngineError(f"{path.name}: {name} holds Python objects (pickle), which kdtr never reads")
     if dtype.newbyteorder("<") != dtype or dtype.names is not None:

@@ -29,6 +29,8 @@ from kdtr_cli.workflows.run import check_golden, embedded_config, golden_decodin
 
 __all__ = ["EngineRunOptions", "EngineRunSummary", "engine_manifest", "make_engine_run", "make_question", "run_engine"]
 
+_MAX_TIMEOUT = 1e8  # seconds; sockets and timers can't count much further
+
 
 @dataclass(frozen=True)
 class EngineRunOptions:
@@ -70,6 +72,8 @@ def run_engine(
     options: EngineRunOptions, name: str, argument: str, engine: Engine, with_model: bool = True
 ) -> EngineRunSummary:
     """As `make_engine_run`, with an engine at hand. ``with_model``: it wants the weights that the golden embeds."""
+    if options.timeout is not None and not 0 < options.timeout <= _MAX_TIMEOUT:  # a NaN would limit nothing
+        raise InputError(f"--timeout {options.timeout:g}: give seconds up to {_MAX_TIMEOUT:g}, or leave it out")
     target = check_target(options.output, options.force)
     if target.exists() and options.golden.exists() and target.samefile(options.golden):
         raise InputError(f"{options.output} is the golden itself; give the run another name")

@@ -67,7 +67,7 @@ def export_bundle(options: ExportOptions) -> ExportSummary:
     """Write the file, or raise and write nothing. InputError: options that don't go together, a broken bundle."""
     allowed = INPUT_FORMATS if options.inputs else FORMATS
     if options.format not in allowed:
-        what = "--inputs is" if options.inputs else "a bundle is exported"
+        what = "--inputs is" if options.inputs else "a bundle is"
         raise InputError(f"--format {options.format}: {what} written as {' or '.join(allowed)}")
     if not options.inputs and (options.teacher_force or options.steps is not None or options.model is not None):
         raise InputError("--teacher-force, --steps and --model go with --inputs")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from kdtr_cli.errors import EngineError, InputError
@@ -108,7 +109,8 @@ def _check_prompt(path: Path, answer: Listed, name: str, ids: np.ndarray) -> Non
 def _of_array(path: Path, stored: Stored, question: Question) -> list[AnswerSequence]:
     """Logits float [N, V] or tokens int [N], one sequence after another. Each goes to the steps' end or to its stop id,
     as the golden's decoding rules say: the chosen token is a row's argmax, or the golden's where that was fed."""
-    logits = len(stored.shape) == 2
+    numbers = stored.dtype.kind in "biufc" or stored.dtype == ml_dtypes.bfloat16
+    logits = len(stored.shape) == 2 and stored.shape[1] > 0 and numbers
     if not logits and not (len(stored.shape) == 1 and stored.dtype in (np.int32, np.int64)):
         raise InputError(
             f"{path.name}: {stored.dtype} {list(stored.shape)} is neither logits [N, V] nor int token ids [N]"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdtr_cli.errors import InputError
-from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance, effective_tolerance
+from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule, Tolerance, effective_tolerance
 
 pytestmark = pytest.mark.quick
 
@@ -55,12 +55,21 @@ class TestWhichApply:
             JudgeOptions(**{name: value})
 
     @pytest.mark.parametrize(
-        "bad", [{"on_tie": "maybe"}, {"steps": 0}, {"steps": -3}, {"select": ()}, {"max_ulp": 1.5}], ids=str
-    )
+        "bad",
+        [
+            {"on_tie": "maybe"}, {"steps": 0}, {"steps": -3}, {"steps": 1.5}, {"select": ()}, {"max_ulp": 1.5},
+            {"allow_partial": "no"}, {"allow_loose": 0},
+        ],
+        ids=str,
+    )  # fmt: skip
     def test_other_values_out_of_range_are_refused(self, bad):
         with pytest.raises(InputError) as caught:
             JudgeOptions(**bad)
         assert "\n" not in str(caught.value)
+
+    def test_a_rule_of_half_a_unit_is_refused(self):
+        with pytest.raises(InputError, match="give a whole number"):
+            TensorRule("logits", max_ulp=1.5)
 
 
 class TestTheRule:

@@ -297,6 +297,12 @@ class TestNothing:
             run(golden, tmp_path / "r.h5", copier(saved(tmp_path / "answer", arrays)))
         assert sorted(os.listdir(tmp_path)) == ["answer", "temporary files"]
 
+    @pytest.mark.parametrize("timeout", [float("nan"), float("inf"), 1e300, 0.0, -1.0])
+    def test_a_time_limit_that_is_none(self, golden, tmp_path, timeout):
+        with pytest.raises(InputError, match="--timeout"):
+            run(golden, tmp_path / "r.h5", shell(f'touch "{tmp_path}/ran"'), timeout=timeout)
+        assert os.listdir(tmp_path) == ["temporary files"]
+
     def test_targets_and_models_are_looked_at_first(self, golden, tmp_path):
         engine = shell(f'touch "{tmp_path}/ran"')
         write_model(tmp_path / "m", "tiny")

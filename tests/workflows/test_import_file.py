@@ -265,6 +265,15 @@ HOSTILE = {
     "a row too few": (npy(np.zeros((3, VOCAB), np.float32)), "3 rows are not those"),
     "a row too many": (npy(np.zeros((7, VOCAB), np.float32)), "7 rows are not those"),
     "three dimensions": (npy(np.zeros((2, 3, VOCAB), np.float32)), "neither logits"),
+    "rows of nothing": (npy(np.zeros((6, 0), np.float32)), "neither logits"),
+    "bytes without a type": (npy(np.zeros((6, VOCAB), "V4")), "neither logits"),
+    "sizes below zero": (
+        npy(np.zeros((6, VOCAB), np.float32))
+        .replace(f"(6, {VOCAB})".encode(), f"(-6, -{VOCAB})".encode())
+        .replace(b"  \n", b"\n"),
+        "no list of sizes",
+    ),
+    "brackets without end": (HEAD + b"\x00\x04" + b"(" * 1024, "not a whole npy"),
     "a scalar": (npy(np.float32(1)), "neither logits"),
     "floats for tokens": (npy(np.zeros(6, np.float32)), "neither logits"),
     "double logits": (npy(np.zeros((6, VOCAB))), "cast it to float32"),
