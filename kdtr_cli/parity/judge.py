@@ -283,7 +283,7 @@ def _check_tolerance(
 ) -> list[Finding]:
     how = "give --atol/--rtol, --max-ulp or --max-kl"
     if tolerance is None:
-        message = f"a run of tier {tier} is judged by a tolerance: {how}"
+        message = f"a run of tier {tier} is judged by a tolerance: {how} (docs/judging.md: Choosing a tolerance)"
     elif reference in _MADE_WITH and tier == EXACT_TIER and not _told(options):
         made = _MADE_WITH[reference]
         message = f"the golden holds no exact logits (made with {made}), so tolerance 0 says nothing: {how}"

@@ -312,3 +312,15 @@ def _findings(report: Report) -> Iterator[str | Text]:
         yield Text.assemble(level, safe(finding.message), (f" [{safe(finding.code)}]", "dim"), hinted(finding))
     if len(report.findings) > MAX_FINDINGS:
         yield f"{'':<8}and {len(report.findings) - MAX_FINDINGS} more findings (--format json lists all)"
+    if _wants_bisect(report):
+        yield f"{'next':<8}kdtr bisect GOLDEN names the operation at fault"
+
+
+def _wants_bisect(report: Report) -> bool:
+    """Whether kdtr's own exact engine computed something else, and no trace says where."""
+    golden, run = report.golden, report.run
+    if golden is None or run is None or "exact" not in golden.arithmetic or run.tier != "exact":
+        return False
+    own = "batch" in dict(run.details)  # no other engine's run has one
+    numbers = any(f.code == "logits.out_of_tolerance" for f in report.findings)
+    return own and numbers and all(s.trace is None for s in report.sequences)

@@ -338,6 +338,41 @@ def test_a_field_s_name_can_not_break_a_line():
     assert "[provenance.choices.x PASS]" in text
 
 
+class TestNext:
+    """after logits that are out, the command that finds the operation: for kdtr's own engine in tier exact"""
+
+    LINE = "\nnext    kdtr bisect GOLDEN names the operation at fault\n"
+
+    def parted(self, **manifest):
+        golden = golden_side()
+        run = run_side(golden, **manifest)
+        run.one.logits["engine"][2, 3] += np.float32(0.5)
+        return golden, run
+
+    def test_its_own_engine(self):
+        assert self.LINE in text_of(*self.parted())
+
+    def test_a_foreign_engine_can_not_be_bisected(self):
+        golden, run = self.parted()
+        run.manifest["run"]["batch"] = None
+        assert self.LINE not in text_of(golden, run)
+
+    def test_another_tier_neither(self):
+        assert self.LINE not in text_of(*self.parted(tier="bf16"), atol=1e-3)
+
+    def test_a_sampler_is_no_operation_of_the_forward_pass(self):
+        golden, run = golden_side(), run_side(golden_side())
+        run.one.tokens[2] ^= 1
+        assert self.LINE not in text_of(golden, run)
+
+    def test_a_trace_says_where_already(self):
+        golden, run = traced_pair()
+        run.one.logits["engine"][2, 3] += np.float32(0.5)
+        text = text_of(golden, run)
+        assert "[logits.out_of_tolerance]" in text
+        assert self.LINE not in text
+
+
 class TestTraces:
     def test_equal_ones_are_counted(self):
         text = report_text(REPORTS["traced"](), 100)
