@@ -52,6 +52,10 @@ def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
+def _is_objects(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, dict) for item in value.values())
+
+
 def _is_ids(value: object) -> bool:
     return isinstance(value, list) and all(_is_int(item) for item in value)
 
@@ -95,6 +99,7 @@ _KEYS: tuple[tuple[str, Any, str, bool, bool], ...] = (
     ("drafting/drafter_sha256", _is_sha256, "64 lower-case hexadecimal digits", False, True),
     ("drafting/horizon", _is_int, "an integer", False, False),
     ("arithmetic", _is_texts, "a list of names", True, False),
+    ("noise_floor", _is_objects, "an object of objects", False, False),
     ("tier", _is_text, "text", True, False),
     ("logits", _is_text, "text", True, False),
     ("score", _is_bool, "true or false", False, False),

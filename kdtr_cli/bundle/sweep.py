@@ -121,9 +121,9 @@ def prompts_sha256(prompts: Iterable[tuple[str, int, str]]) -> str:
 
 
 def shared_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """A bundle's manifest without what belongs to that one bundle: sequences, datasets, the golden it was made from,
-    what its decoding cost."""
-    shared = {key: value for key, value in manifest.items() if key not in OWN_KEYS}
+    """A bundle's manifest without what belongs to that one bundle: sequences, datasets, what was measured on them, the
+    golden it was made from, what its decoding cost."""
+    shared = {key: value for key, value in manifest.items() if key not in (*OWN_KEYS, "noise_floor")}
     if isinstance(shared.get("run"), Mapping):
         own = ("golden_manifest_sha256", "statistics")
         shared["run"] = {key: value for key, value in shared["run"].items() if key not in own}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.text import Text
@@ -43,7 +44,11 @@ _WIDTH = 100
 FORMATS = ("text", "json", "junit", "github", "html")
 
 #: The options that a judgement follows; the report names their origin.
-RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow_loose", "steps", "select")
+RULES = ("atol", "rtol", "max_ulp", "max_kl", "tolerance", "tolerance_factor", "on_tie", "allow_partial", "allow_loose")
+RULES += ("steps", "select")
+
+#: The bounds that `--tolerance auto` sets.
+_AUTO = ("atol", "rtol", "max_kl")
 
 
 @click.command()
@@ -54,12 +59,21 @@ RULES = ("atol", "rtol", "max_ulp", "max_kl", "on_tie", "allow_partial", "allow_
 @click.option("--max-ulp", type=click.IntRange(min=0), help="Largest distance in units of the run's storage type.")
 @click.option("--max-kl", type=float, help="Largest KL(golden || run) of a step, in nats, over the full vocabulary.")
 @click.option(
+    "--tolerance",
+    type=click.Choice(("auto",)),
+    help="The noise floor that the golden measured, times a factor, in place of --atol, --rtol and --max-kl.",
+)
+@click.option(
+    "--tolerance-factor", type=float, metavar="X", help="Of --tolerance auto.  [default: 8, for bf16 and int4 3]"
+)
+@click.option(
     "--rule",
     type=TensorRuleType(),
     multiple=True,
     metavar="PATTERN:BOUNDS",
     help='Bounds of tensors by name, such as "*.router_logits:atol=1e-4,rtol=0"; the first that matches holds.',
 )
+@click.option("--suggest", is_flag=True, help="Say which tolerance is the tightest that passes.")
 @click.option("--on-tie", type=click.Choice(ON_TIE), default="fail", show_default=True, help="What TIE_BREAK means.")
 @click.option("--allow-partial", is_flag=True, help="Judge by partial logits (top K, or none).")
 @click.option("--allow-loose", is_flag=True, help="Judge by a tolerance that zeros or shuffled logits would pass too.")
@@ -130,14 +144,26 @@ def diff(
 
 def judge_options(ctx: click.Context) -> JudgeOptions:
     """What the context of a `kdtr diff` asks of the judgement, each rule with its origin."""
-    rules = {name: ctx.params[name] for name in RULES}
+    rules = _those_that_win(ctx, {name: ctx.params[name] for name in RULES})
     if (select := rules["select"]) is not None:
         rules["select"] = tuple(name for part in select.split(",") if (name := part.strip()))
     return JudgeOptions(
         **rules,
+        suggest=ctx.params["suggest"],
         origins={name: f"--{name.replace('_', '-')}, {origin(ctx, name)}" for name in RULES},
         rules=tuple(replace(one, origin=f"--rule, {origin(ctx, 'rule')}") for one in ctx.params["rule"]),
     )
+
+
+def _those_that_win(ctx: click.Context, given: dict[str, Any]) -> dict[str, Any]:
+    """Between --tolerance auto and the bounds that it sets, what the command line says wins over pyproject.toml; two of
+    one place are left, and refused."""
+    here = {name for name, value in given.items() if value is not None and origin(ctx, name) == "command line"}
+    if "tolerance" in here:
+        return {name: value for name, value in given.items() if name not in _AUTO or name in here}
+    if here & set(_AUTO):
+        return {name: value for name, value in given.items() if not name.startswith("tolerance") or name in here}
+    return given
 
 
 def _judge(golden: Path, run: Path, options: JudgeOptions) -> Report:

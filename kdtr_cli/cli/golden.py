@@ -1,5 +1,6 @@
 """`kdtr golden`: reference tokens and logits from the NumPy model."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from kdtr_cli.ddtree.rounds import statistics
 from kdtr_cli.errors import InputError
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.traces import TRACE_LEVELS
+from kdtr_cli.parity.floor import NoiseFloor, shared_floors
 from kdtr_cli.workflows.golden import GoldenOptions, GoldenPlan, GoldenSummary, make_golden, plan_golden
 from kdtr_cli.workflows.golden_memory import available, parse_size, shown_size
 from kdtr_cli.workflows.golden_plan import shown_time
@@ -51,6 +53,7 @@ _BOTH = "exact,float64"
     help=f"float32: by BLAS, fast. IDENTICAL needs exact.  [default: {_BOTH}]",
 )
 @click.option("--no-exact", is_flag=True, help="The same as --arith float64.")
+@click.option("--bf16", is_flag=True, help="Emulate a bf16 engine along the tokens too, for diff --tolerance auto.")
 @click.option("--logits", default="full", show_default=True, metavar="full|top:K|digest", help="What to keep of a row.")
 @click.option("--score", is_flag=True, help="Keep the logits of the prompt too.")
 @click.option("--trace", type=click.Choice(TRACE_LEVELS), help="Keep intermediate tensors: layers' outputs, or all.")
@@ -181,12 +184,17 @@ def show_plan(plan: GoldenPlan) -> None:
 def _show_sweep(summary: SweepSummary, name: Path) -> None:
     figures = [figure for figure in summary.results if figure is not None]
     more = []
-    if len(figures) == len(summary.sweep.shards) and figures[0].max_difference is not None:
-        more.append(f"max_abs_exact_minus_float64={max(f.max_difference for f in figures):.3e}")
+    if len(figures) == len(summary.sweep.shards):
+        more += _noise(shared_floors(f.floors for f in figures))
     more.append(f"weights={'embedded' if summary.sweep.manifest['model']['embedded'] else 'not-embedded'}")
     show_sweep(summary, name, more)
     if ties := sum(f.ties for f in figures):
         notes().print(f"note: float64 would choose another token at {ties} steps; the bundles list them as ties")
+
+
+def _noise(floors: Mapping[str, NoiseFloor]) -> list[str]:
+    names = [name for name in ("exact", "bf16") if name in floors]
+    return [f"max_abs_{name}_minus_float64={floors[name].max_abs:.3e}" for name in names]
 
 
 def _drafting(
@@ -213,8 +221,7 @@ def show_golden(summary: GoldenSummary, name: str | None = None) -> None:
         f"sequences={len(summary.sequences)}",
         f"tokens={tokens}",
     ]
-    if summary.max_difference is not None:
-        parts.append(f"max_abs_exact_minus_float64={summary.max_difference:.3e}")
+    parts += _noise(summary.floors)
     if summary.settings is not None:
         figures = statistics(summary.rounds, len(summary.sequences))
         parts += [

@@ -121,6 +121,8 @@ def _render(out: Console, document: Mapping[str, Any]) -> None:
         + (", prompt scored" if document["score"] else "")
         + (", log-probabilities" if document["values"] == "logprobs" else ""),
     }
+    for name, floor in (document["noise_floor"] or {}).items():
+        facts[f"noise {name}"] = _pairs(floor)
     if document["drafting"] is not None:
         facts["drafting"] = _pairs(document["drafting"])
     if document["rounds"] is not None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from kdtr_cli.parity.drawn import lightened
 from kdtr_cli.parity.results import Report, SequenceResult, Side, Totals
+from kdtr_cli.parity.suggest import Suggestion, add_suggestions
 from kdtr_cli.parity.totals import add_totals, logits_forms, poorest
 from kdtr_cli.parity.traces import TraceResult
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict, combine, exit_code, ordered
@@ -47,11 +48,13 @@ class Combined:
         self._general: dict[str, Finding] = {}  # once, though every shard finds them
         self._particular: list[Finding] = []
         self._dropped = 0
+        self._suggestion: Suggestion | None = None
 
     def add(self, report: Report, first: int) -> None:
         """Add the next shard's report; ``first``: the place of its first sequence in the whole."""
         self._verdicts.append(report.verdict)
         self._add_findings(report)
+        self._suggestion = add_suggestions(self._suggestion, report.suggestion)
         if report.verdict is Verdict.INVALID and not report.sequences:
             self._refused = self._refused or report
             self._totals = replace(self._totals, tokens=self._totals.tokens + report.totals.tokens)
@@ -112,6 +115,7 @@ class Combined:
             sequences=() if refused else tuple(sorted(self._sequences, key=lambda r: r.index)),
             findings=findings,
             reason=reason if verdict in (Verdict.INVALID, Verdict.INCONCLUSIVE) else None,
+            suggestion=self._suggestion,
         )
 
     def _add_findings(self, report: Report) -> None:

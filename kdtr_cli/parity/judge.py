@@ -7,14 +7,24 @@ from dataclasses import replace
 import numpy as np
 
 from kdtr_cli.errors import InputError
+from kdtr_cli.parity.auto import auto_tolerance
 from kdtr_cli.parity.drawn import lightened
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits
 from kdtr_cli.parity.log_probabilities import LOGPROBS, as_log_probabilities, values_of
 from kdtr_cli.parity.provenance import check_kinds, compare_drafting, compare_manifests, compare_prompts, provenance_of
 from kdtr_cli.parity.results import Report, SequenceResult, Side
 from kdtr_cli.parity.sequence import BIT_REFERENCE, RUN_LOGITS, Terms, judge_sequence
-from kdtr_cli.parity.tolerances import EXACT_TIER, JudgeOptions, Tolerance, check_rules, effective_tolerance
+from kdtr_cli.parity.suggest import Suggestion, suggest
+from kdtr_cli.parity.tolerances import (
+    EXACT_TIER,
+    JudgeOptions,
+    TensorRule,
+    Tolerance,
+    check_rules,
+    effective_tolerance,
+)
 from kdtr_cli.parity.totals import sum_up
+from kdtr_cli.parity.traces import TraceResult
 from kdtr_cli.parity.verdicts import Finding, Level, Verdict, combine, exit_code, ordered
 
 __all__ = ["invalid", "judge"]
@@ -38,9 +48,13 @@ def judge(golden: Evidence, run: Evidence, options: JudgeOptions | None = None) 
     pairs = [(index, g, by_id.get(g.id)) for index, g in chosen]
     findings += compare_prompts((g, r) for _, g, r in pairs if r is not None)
     tier = _text(run.manifest, "tier")
-    tolerance = effective_tolerance(options, tier)
+    found = auto_tolerance(options, tier, golden.manifest) if options.tolerance else effective_tolerance(options, tier)
+    tolerance = found if isinstance(found, Tolerance) else None
     reference = _reference([g for _, g, _ in pairs], tier)
-    findings += _check_tolerance(options, tolerance, tier, reference, values_of(run))
+    if isinstance(found, str):
+        findings.append(Finding(Level.ERROR, "tolerance.auto", found, Verdict.INVALID))
+    else:
+        findings += _check_tolerance(options, tolerance, tier, reference, values_of(run))
     for _, g, r in pairs:
         findings += _check_shapes(g, reference, golden.vocab_size, None)
         if r is not None:
@@ -48,7 +62,13 @@ def judge(golden: Evidence, run: Evidence, options: JudgeOptions | None = None) 
             findings += _check_has(g, r, reference)
             findings += _check_traces(g, r)
     if (reason := _errors(findings)) is not None or tolerance is None:
-        return invalid(findings, options, golden, run, reason, tolerance, reference)
+        report = invalid(findings, options, golden, run, reason, tolerance, reference)
+        faults = {f.code.split(".")[0] for f in findings if f.verdict is Verdict.INVALID}
+        if options.suggest and faults == {"tolerance"}:  # all that is missing is what is asked for
+            none = dict.fromkeys(("tolerance", "tolerance_factor", "max_ulp", "max_kl"))
+            zero = judge(golden, run, replace(options, **none, atol=0.0, rtol=0.0))
+            return replace(report, suggestion=zero.suggestion)
+        return report
 
     check_rules(options.rules, _tensors(pairs, reference))
     drafting = compare_drafting(golden, run)
@@ -84,6 +104,7 @@ def invalid(
     tokens = sum(len(s.tokens[: options.steps]) for s in sequences)
     totals = sum_up((), ())
     in_order = ordered(findings)
+    reason = reason or (in_order[0].message if in_order else "the evidence can't be judged")
     return Report(
         verdict=Verdict.INVALID,
         exit_code=exit_code(Verdict.INVALID, options.on_tie),
@@ -96,7 +117,8 @@ def invalid(
         totals=replace(totals, tokens=tokens, logits="none"),
         sequences=(),
         findings=in_order,
-        reason=reason or (in_order[0].message if in_order else "the evidence can't be judged"),
+        reason=reason,
+        suggestion=Suggestion(reason) if options.suggest else None,
     )
 
 
@@ -130,7 +152,31 @@ def _report(
         rounds=rounds,
         values=values_of(run),
         unverified=tuple("weights" if name.startswith("weights") else "rope" for name in unverified),
+        suggestion=_suggestion(results, everything, terms.options) if terms.options.suggest else None,
     )
+
+
+def _suggestion(results: Sequence[SequenceResult], findings: Iterable[Finding], options: JudgeOptions) -> Suggestion:
+    for name in ("logits", "prompt_logits"):
+        if (rule := next((rule for rule in options.rules if rule.matches(name)), None)) is not None:
+            return Suggestion(f"the rule for {rule.tensor!r} bounds {name}, not an option: leave it out")
+    # of a trace a tolerance decides nothing, but for the tensors that a rule bounds
+    ruled = {r.id for r in results if r.trace is not None and _parts_by_rule(r.trace, options.rules)}
+    findings = [f for f in findings if f.code != "trace.parted" or f.sequence in ruled]
+    compared = [(r.id, part) for r in results for part in (r.logits, r.prompt_logits) if part is not None]
+    found = suggest(compared, findings, options.allow_partial)
+    rounds = any(r.rounds is not None and r.rounds.compared and not r.rounds.all_bits for r in results)
+    digests = any(part.rows_other_bits for _, part in compared)
+    if found.reason is None and (rounds or digests) and 0 in (found.needed.run.atol, found.needed.run.max_ulp):
+        what = "rounds" if rounds else "digests"
+        return Suggestion(
+            f"what was compared of the logits is equal, and the {what} are not: any tolerance above 0 passes"
+        )
+    return found
+
+
+def _parts_by_rule(trace: TraceResult, rules: tuple[TensorRule, ...]) -> bool:
+    return any(t.rows_out and any(rule.matches(t.name) for rule in rules) for t in trace.tensors)
 
 
 def _errors(findings: Iterable[Finding]) -> str | None:
@@ -249,7 +295,7 @@ def _check_tolerance(
 
 
 def _told(options: JudgeOptions) -> bool:
-    return any(v is not None for v in (options.atol, options.rtol, options.max_ulp, options.max_kl))
+    return any(v is not None for v in (options.tolerance, options.atol, options.rtol, options.max_ulp, options.max_kl))
 
 
 def _check_has(golden: EvidenceSequence, run: EvidenceSequence, reference: str | None) -> list[Finding]:

@@ -41,12 +41,18 @@ def missing_logits(rows_total: int) -> LogitsResult:
 
 
 def compare_logits(
-    golden: Logits, run: Logits, n_rows: int, rows_total: int, tolerance: Tolerance, threads: int = 1
+    golden: Logits,
+    run: Logits,
+    n_rows: int,
+    rows_total: int,
+    tolerance: Tolerance,
+    threads: int = 1,
+    suggest: bool = False,
 ) -> LogitsResult:
     """Compare the first `n_rows` rows of two sets of logits of one vocabulary. `rows_total` is how many the golden has
     to be judged by: those after `n_rows` are not compared, but one that is not finite is still found. A golden value
-    that is not finite ends the comparison."""
-    tally = Tally(tolerance, run.dtype, n_rows, golden.vocab or run.vocab)
+    that is not finite ends the comparison. `suggest`: find out what tolerance would be needed."""
+    tally = Tally(tolerance, run.dtype, n_rows, golden.vocab or run.vocab, suggest)
     tally.baselines.uniform = golden.uniform
     if golden.rows is not None and run.rows is not None:
         _compare_full(tally, golden, run, n_rows, rows_total, threads)

@@ -15,6 +15,7 @@ import numpy as np
 
 from kdtr_cli.parity.curves import curve_block_size
 from kdtr_cli.parity.metrics import abs_difference, equal_rows, kl_divergence, top_k, ulp_distance
+from kdtr_cli.parity.needs import RunningNeeds, used_share
 from kdtr_cli.parity.ranks import MOST, largest_of_blocks, rank_rows, wide_values
 from kdtr_cli.parity.rows import Place, RowBlock, blank_block
 from kdtr_cli.parity.tolerances import Tolerance
@@ -119,6 +120,12 @@ def _largest_of_tile(d: np.ndarray, block_size: int) -> np.ndarray:
     return np.maximum.reduceat(d, np.arange(0, d.shape[1], block_size), axis=1)
 
 
+def _weigh(pair: _Pair, ulps: np.ndarray, needs: RunningNeeds, i: int) -> None:
+    """See RowBlock.weigh; `ulps` are each row's largest distance."""
+    a, b = pair.run[i : i + 1], pair.golden[i : i + 1]
+    needs.values(abs_difference(a, b), b, ulps[i : i + 1])
+
+
 class _Moved:
     """Whether each of n rows may still be another one moved by a constant, from its differences tile by tile."""
 
@@ -181,6 +188,7 @@ class Measure:
             block.measured[other] = True
             pair = _Pair(golden, wide, maxima.max(axis=1), run, wide_values(run))
             block.locate = partial(self._locate, first, pair)
+            block.weigh = partial(_weigh, pair, block.max_ulp)  # not the block: what it holds should go with it
             self._measure(block, pair, other)
         return block
 
@@ -190,7 +198,7 @@ class Measure:
         block = blank_block(first, len(golden), self.vocab, full=True)
         block.golden_nonfinite = bad
         block.seen[:] = self.vocab
-        block.feed = lambda baselines: baselines.feed(golden)
+        block.feed = lambda baselines, lo, hi: baselines.feed(golden[lo:hi])
         return block, golden, wide_values(golden)
 
     def _measure(self, block: RowBlock, pair: _Pair, other: np.ndarray) -> None:
@@ -233,6 +241,8 @@ class Measure:
             y, d = b[0].astype(np.float64), a[0].astype(np.float64) - b[0].astype(np.float64)
             block.sums[i] = (d * d).sum(), (y * y).sum(), (y * d).sum()
             block.blocks[i] = largest_of_blocks(difference)[0]
+            if self.tolerance.rtol:
+                block.share[i] = used_share(difference, self.tolerance.bound(b))
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         """The tiles of a row: whole blocks of the curves."""
@@ -268,7 +278,11 @@ class Measure:
                 if more.any():
                     best[more] = most[more]
                     at[rows[more]] = lo + (values if n == 1 else values[more]).argmax(axis=1)
-            block.out[rows] += self._count_out(d, y, t, blocks.max(), distance)
+            if self.tolerance.rtol:
+                self._fill_bound(y, t)
+            block.out[rows] += self._count_out(d, t, blocks.max(), distance)
+            if self.tolerance.rtol:
+                block.share[rows] = np.maximum(block.share[rows], self._share(d, y, t))
         block.max_abs[rows], block.max_ulp[rows], block.sums[rows] = largest, ulps, squares
         kl = np.log(masses[:, 0] / masses[:, 1]) - masses[:, 2] / masses[:, 1]
         for i in np.flatnonzero(~np.isfinite(kl)):  # 0 · inf where differences leave float64
@@ -291,11 +305,17 @@ class Measure:
             distance[apart] = ((p[apart] & both).view(distance.dtype)) + ((q[apart] & both).view(distance.dtype))
         return distance
 
+    def _fill_bound(self, golden: np.ndarray, out: np.ndarray) -> None:
+        """`Tolerance.bound` in a buffer."""
+        np.abs(golden, out=out)
+        out *= self.tolerance.rtol
+        out += self.tolerance.atol
+
     def _count_out(
-        self, difference: np.ndarray, golden: np.ndarray, t: np.ndarray, largest: float, ulps: np.ndarray
+        self, difference: np.ndarray, bound: np.ndarray, largest: float, ulps: np.ndarray
     ) -> np.ndarray | int:
         """How many values of each row [n] break a bound on single values: `Tolerance.values_within` in buffers, and
-        without a look where the largest of all is within."""
+        without a look where the largest of all is within. `bound` is read where there is an rtol."""
         rule = self.tolerance
         absolute = rule.atol is not None and rule.rtol is not None and not largest <= rule.atol
         by_ulp = rule.max_ulp is not None and not ulps.max() <= rule.max_ulp
@@ -303,10 +323,7 @@ class Measure:
             return 0
         ok, more = (buffer[: difference.size].reshape(difference.shape) for buffer in self._flags)
         if absolute and rule.rtol:
-            np.abs(golden, out=t)
-            t *= rule.rtol
-            t += rule.atol
-            np.less_equal(difference, t, out=ok)
+            np.less_equal(difference, bound, out=ok)
         elif absolute:
             np.less_equal(difference, rule.atol, out=ok)
         else:
@@ -316,6 +333,13 @@ class Measure:
         if not np.isfinite(largest):
             ok &= np.isfinite(difference, out=more)
         return ok.shape[1] - np.count_nonzero(ok, axis=1)
+
+    def _share(self, difference: np.ndarray, golden: np.ndarray, bound: np.ndarray) -> np.ndarray:
+        """`used_share` of each row [n] of finite values; the bound is used up."""
+        most = np.divide(difference, bound, out=bound).max(axis=1)
+        for i in np.flatnonzero(np.isnan(most)):  # 0 / 0, or values beyond float64
+            most[i] = used_share(difference[i], self.tolerance.bound(golden[i]))
+        return most
 
     def _locate(self, first: int, pair: _Pair, what: str, i: int) -> Place:
         """See RowBlock.locate."""

@@ -9,6 +9,7 @@ What can be said of such a row:
   the tolerance allows is out of bounds without being seen.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +19,7 @@ from kdtr_cli.parity.curves import curve_block_size
 from kdtr_cli.parity.evidence import Logits, sha256_rows
 from kdtr_cli.parity.measure import find_golden_nonfinite
 from kdtr_cli.parity.metrics import abs_difference, match_ids, top_k, ulp_distance
+from kdtr_cli.parity.needs import RunningNeeds, used_share
 from kdtr_cli.parity.ranks import MOST
 from kdtr_cli.parity.rows import Place, RowBlock, blank_block
 from kdtr_cli.parity.tolerances import Tolerance
@@ -94,9 +96,11 @@ def compare_partial(tolerance: Tolerance, golden: Logits, run: Logits, lo: int, 
         elif block.nonfinite.any():
             block.locate = partial(_locate_nonfinite, lo, r)
     if g.is_full and r.is_top:
-        block.feed = lambda baselines: baselines.feed(g.values, r.ids)
+        block.feed = lambda baselines, lo, hi: baselines.feed(
+            g.values[lo:hi], r.ids[lo:hi], None if r.there is None else r.there[lo:hi]
+        )
     elif g.is_top:
-        block.feed = lambda baselines: baselines.feed_top(g.ids, g.values)
+        block.feed = lambda baselines, lo, hi: baselines.feed_top(g.ids[lo:hi], g.values[lo:hi])
     return block
 
 
@@ -161,6 +165,9 @@ def _measure(block: RowBlock, rest: np.ndarray, g: _Side, r: _Side, tolerance: T
     block.out[rest] = (~ok).sum(axis=1)
     met = seen.any(axis=1)
     block.measured[rest] = met
+    if tolerance.rtol:
+        shares = zip(difference, tolerance.bound(b), seen, strict=True)
+        block.share[rest] = [used_share(*row) for row in shares]
     difference, ulps = np.where(seen, difference, -1.0), np.where(seen, ulps, np.uint64(0))
     if ids.shape[1]:
         block.max_abs[rest[met]], block.max_ulp[rest[met]] = difference.max(axis=1)[met], ulps.max(axis=1)[met]
@@ -182,7 +189,17 @@ def _measure(block: RowBlock, rest: np.ndarray, g: _Side, r: _Side, tolerance: T
         column = {"abs": difference[at].argmax, "ulp": ulps[at].argmax, "value": ok[at].argmin}[what]()
         return Place(block.first + i, int(ids[at, column]), float(b[at, column]), float(a[at, column]))
 
-    block.locate = locate
+    def weigh(needs: RunningNeeds, i: int) -> None:
+        at, row = row_of[i], np.array([i])
+        if not met[at]:
+            needs.refuse()  # nothing of it is seen on both sides
+        needs.values(difference[at], b[at], ulps[at])  # what is not seen stands there as −1 and 0: it needs nothing
+        if r.is_top:
+            _weigh_the_rest(needs, row, g, r, golden_above=True)
+        if g.is_top:
+            _weigh_the_rest(needs, row, r, g, golden_above=False)
+
+    block.locate, block.weigh = locate, weigh
 
 
 def _fill_blocks(block: RowBlock, rest: np.ndarray, ids: np.ndarray, difference: np.ndarray) -> None:
@@ -213,6 +230,31 @@ def _above_the_rest(
     """
     if not golden_above and (tolerance.rtol or 0) > 1:
         return
+    values, kth, held = _beside_the_rest(rest, one, top)
+    with np.errstate(invalid="ignore", over="ignore"):
+        bound = tolerance.bound(values if golden_above else kth)
+        misses = ~held & (values - kth > bound)
+    block.hidden[rest] += misses.sum(axis=1)
+    for at in np.flatnonzero(misses.any(axis=1)):
+        i, column = int(rest[at]), int(misses[at].argmax())
+        token = column if one.ids is None else int(one.ids[i, column])
+        value = float(values[at, column])
+        place = Place(block.first + i, token, value if golden_above else None, None if golden_above else value)
+        found.setdefault(i, place)
+
+
+def _weigh_the_rest(needs: RunningNeeds, rest: np.ndarray, one: _Side, top: _Side, *, golden_above: bool) -> None:
+    """Add what lets the misses of `_above_the_rest` pass: beside an rtol above 1 none of the run's values is one."""
+    values, kth, held = _beside_the_rest(rest, one, top)
+    with np.errstate(invalid="ignore", over="ignore"):
+        beside = np.where(held, 0, values if golden_above else kth)
+        enough = math.inf if golden_above else math.nextafter(1.0, 2.0)
+        needs.values(values - kth, beside, None, ~held & (values > kth), enough)
+
+
+def _beside_the_rest(rest: np.ndarray, one: _Side, top: _Side) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of the rows `rest`, in float64: the values of `one`, top's K-th, and which of one's ids `top` holds too (or `one`
+    does not)."""
     with np.errstate(invalid="ignore"):
         values = one.values[rest].astype(np.float64)
         known = top.values[rest].astype(np.float64)
@@ -226,13 +268,4 @@ def _above_the_rest(
         held = top.at(rest, one.ids[rest])[1]
         if one.there is not None:
             held |= ~one.there[rest]
-    with np.errstate(invalid="ignore", over="ignore"):
-        bound = tolerance.bound(values if golden_above else kth)
-        misses = ~held & (values - kth > bound)
-    block.hidden[rest] += misses.sum(axis=1)
-    for at in np.flatnonzero(misses.any(axis=1)):
-        i, column = int(rest[at]), int(misses[at].argmax())
-        token = column if one.ids is None else int(one.ids[i, column])
-        value = float(values[at, column])
-        place = Place(block.first + i, token, value if golden_above else None, None if golden_above else value)
-        found.setdefault(i, place)
+    return values, kth, held

@@ -9,6 +9,7 @@ from kdtr_cli.errors import Exit
 from kdtr_cli.parity.distribution import Distribution
 from kdtr_cli.parity.ranks import TOP_KS
 from kdtr_cli.parity.rounds import RoundDifference
+from kdtr_cli.parity.suggest import Suggestion
 from kdtr_cli.parity.tally import LogitsResult, TopAgreement
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
 from kdtr_cli.parity.traces import TraceResult
@@ -113,7 +114,7 @@ class Totals:
     `rounds_equal` are, each sequence counted up to its first difference. `first_tensor` is (the sequence's place,
     position, name) of the first tensor that parts in the first sequence where traces do. Mean and percentile of
     the KL, the agreement of the largest ids and the smallest margins are over all rows, those of prompt logits too; no
-    verdict looks at them.
+    verdict looks at them. `max_share` is the largest |run − golden| / (atol + rtol · |golden|).
     """
 
     tokens_equal: int = 0
@@ -151,6 +152,7 @@ class Totals:
     min_run_margin: float | None = None
     rows_shifted: int = 0
     kl: Distribution | None = field(default=None, repr=False, compare=False, metadata={"json": False})
+    max_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,9 @@ class Report:
     """The judgement. `mode` is the run's decoding mode; `reference` the golden's arithmetic that was compared with
     (None: none); `tolerance` the effective bounds (None: there were none to be had); `reason` the one line that made
     it INVALID or INCONCLUSIVE; `rounds` "compared", "not-compared", or None where there are none; `unverified` what no
-    side could prove ("weights", "rope"); `values` as what the logits were compared, "logits" or "logprobs"; `findings`
-    all of them, the sequences' included, the ones that made the verdict first."""
+    side could prove ("weights", "rope"); `values` as what the logits were compared, "logits" or "logprobs";
+    `suggestion` the tightest tolerance, where it was asked for; `findings` all of them, the sequences' included, the
+    ones that made the verdict first."""
 
     verdict: Verdict
     exit_code: Exit
@@ -191,3 +194,4 @@ class Report:
     rounds: str | None = None
     unverified: tuple[str, ...] = ()
     values: str = "logits"
+    suggestion: Suggestion | None = None

@@ -8,6 +8,7 @@ import numpy as np
 from kdtr_cli.parity.baselines import Baselines
 from kdtr_cli.parity.curves import curve_block_size
 from kdtr_cli.parity.metrics import FAR
+from kdtr_cli.parity.needs import RunningNeeds
 from kdtr_cli.parity.ranks import MOST
 
 __all__ = ["Place", "RowBlock", "blank_block"]
@@ -39,10 +40,12 @@ class RowBlock:
     - `golden_margin`, `run_margin` float64, NaN where not known;
     - `shift` float64: the constant by which the whole row is moved, NaN where it is not so;
     - `sums` float64 [n, 3]: of d², of y² and of y·d, y the golden's value and d the difference;
+    - `share` float64: the largest |d| / (atol + rtol · |y|); taken where there is an rtol, else 0;
     - `blocks` float32 [n, B]: see RowCurves.
 
     `locate(what, i)` finds the place of row i's "abs", "ulp", "value" (the first out of bounds), "nonfinite" or
-    "hidden"; `feed` shows the golden's rows to the baselines; `golden_nonfinite` is the golden's first value that is
+    "hidden"; `feed(baselines, lo, hi)` shows them the golden's rows lo..hi of these; `weigh(needs, i)` adds the bounds
+    that let the values of row i pass, its bits not being equal; `golden_nonfinite` is the golden's first value that is
     not finite, in the row after these, which ends the comparison.
     """
 
@@ -65,9 +68,11 @@ class RowBlock:
     run_margin: np.ndarray
     shift: np.ndarray
     sums: np.ndarray
+    share: np.ndarray
     blocks: np.ndarray
     locate: Callable[[str, int], Place] | None = None
-    feed: Callable[[Baselines], None] | None = None
+    feed: Callable[[Baselines, int, int], None] | None = None
+    weigh: Callable[[RunningNeeds, int], None] | None = None
     golden_nonfinite: Place | None = None
 
     def __len__(self) -> int:
@@ -105,5 +110,6 @@ def blank_block(first: int, n: int, vocab: int | None, *, full: bool) -> RowBloc
         run_margin=np.full(n, np.nan),
         shift=np.full(n, np.nan),
         sums=np.zeros((n, 3)),
+        share=np.zeros(n),
         blocks=np.full((n, n_blocks), np.nan, np.float32),
     )

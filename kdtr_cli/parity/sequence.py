@@ -76,7 +76,9 @@ def judge_sequence(index: int, golden: EvidenceSequence, run: EvidenceSequence |
         equal = common - len(parted) if terms.teacher_forced else first
         comparable = common if terms.teacher_forced else min(first + 1, common)
         if g_logits is not None and r_logits is not None:
-            logits = compare_logits(g_logits, r_logits, comparable, len(g), terms.tolerance, terms.options.threads)
+            logits = compare_logits(
+                g_logits, r_logits, comparable, len(g), terms.tolerance, terms.options.threads, terms.options.suggest
+            )
         prompt_logits = _compare_prompt(golden, run, terms)
         whole = _whole(g, golden) and _whole(r, run) and len(g) == len(r)
         if len(parted) or len(g) != len(r):
@@ -141,11 +143,10 @@ def _compare_prompt(golden: EvidenceSequence, run: EvidenceSequence, terms: Term
     if g is None:
         return None
     n = len(golden.prompt)
-    return (
-        missing_logits(n)
-        if r is None
-        else compare_logits(g, r, n, n, terms.of("prompt_logits")[0], terms.options.threads)
-    )
+    if r is None:
+        return missing_logits(n)
+    asked = terms.options
+    return compare_logits(g, r, n, n, terms.of("prompt_logits")[0], asked.threads, asked.suggest)
 
 
 def _detail(

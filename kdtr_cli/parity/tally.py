@@ -12,6 +12,7 @@ from kdtr_cli.parity.baselines import Baselines
 from kdtr_cli.parity.curves import CurveBuilder, RowCurves
 from kdtr_cli.parity.distribution import Distribution, distribution_of
 from kdtr_cli.parity.metrics import FAR
+from kdtr_cli.parity.needs import Needed, RunningNeeds
 from kdtr_cli.parity.ranks import TOP_KS, shared_ids
 from kdtr_cli.parity.rows import Place, RowBlock
 from kdtr_cli.parity.tolerances import Tolerance
@@ -43,6 +44,8 @@ class LogitsResult:
     compared, `rows_identical` of them equal bit for bit, `rows_out` outside a bound, `rows_unmeasured` known to have
     other bits with no values to measure them by, `rows_other_bits` known by digest to differ (measured or not).
     `max_ulp` is infinite where a value was not finite. `too_loose` names what else the tolerance lets pass.
+    `max_share` is the largest |run − golden| / (atol + rtol · |golden|); `needed`, where it was asked for, what
+    tolerance would be needed.
 
     Summaries that no bound looks at: `mean_kl` and `p99_kl` over full rows (`kl` has their distribution), `top` for
     each k of TOP_KS, the smallest margins with their rows, `rows_shifted` rows that are the golden's moved by one
@@ -83,6 +86,8 @@ class LogitsResult:
     cosine: float | None = None
     kl: Distribution | None = field(default=None, repr=False, compare=False, metadata={"json": False})
     curves: RowCurves | None = field(default=None, repr=False, compare=False, metadata={"json": False})
+    max_share: float | None = None
+    needed: Needed | None = field(default=None, metadata={"json": False})
 
     @property
     def all_bits(self) -> bool:
@@ -127,9 +132,13 @@ def _is_nan(value: float) -> bool:
 class Tally:
     """The running totals of one comparison of `n_rows` rows over a vocabulary of `vocab` (None: not known)."""
 
-    def __init__(self, tolerance: Tolerance, dtype: np.dtype, n_rows: int, vocab: int | None) -> None:
+    def __init__(
+        self, tolerance: Tolerance, dtype: np.dtype, n_rows: int, vocab: int | None, suggest: bool = False
+    ) -> None:
         self.tolerance = tolerance
-        self.baselines = Baselines(tolerance, dtype)
+        self._needs = RunningNeeds() if suggest else None
+        self.baselines = Baselines(tolerance, dtype, self._needs)
+        self._share = 0.0
         self.golden_nonfinite: Place | None = None
         self._vocab = vocab
         self._identical = self._out = self._unmeasured = self._other_bits = self._values = self._values_out = 0
@@ -169,8 +178,22 @@ class Tally:
             self._run_nonfinite = block.locate("nonfinite", int(np.argmax(block.nonfinite)))
         self._add_out(block)
         self._add_summaries(block, rows)
-        if block.feed is not None and len(block):
-            block.feed(self.baselines)
+        if self.tolerance.rtol and len(rows):
+            self._share = max(self._share, float(block.share[rows].max()))
+        if self._needs is not None:
+            self._add_needs(block)
+        elif block.feed is not None and len(block):
+            block.feed(self.baselines, 0, len(block))
+
+    def _add_needs(self, block: RowBlock) -> None:
+        """Row by row, so that what is left out of the baselines does not depend on the blocks."""
+        for i in range(len(block)):
+            if not block.identical[i] and block.weigh is not None:
+                block.weigh(self._needs, i)
+            if block.full:
+                self._needs.kl(block.kl[i : i + 1])
+            if block.feed is not None:
+                block.feed(self.baselines, i, i + 1)
 
     def _add_kls(self) -> None:
         if self._n_waiting:
@@ -261,7 +284,18 @@ class Tally:
             cosine=cosine,
             kl=kl,
             curves=self._curves.curves(),
+            max_share=self._max_share(nothing),
+            needed=None if self._needs is None else Needed(self._needs.needs(), self.baselines.needs()),
         )
+
+    def _max_share(self, nothing: int | None) -> float | None:
+        """How much of the bound on values was used; None where there is none, or nothing was measured."""
+        most = nothing if self._abs.value is None else self._abs.value
+        if most is None or self.tolerance.atol is None or self.tolerance.is_zero:
+            return None
+        if self.tolerance.rtol:
+            return self._share
+        return math.inf if math.isnan(most) else most / self.tolerance.atol
 
     def _summaries(self, form: str) -> tuple[float | None, float | None]:
         """NMSE and cosine of the rows that differ."""

@@ -71,7 +71,8 @@ class JudgeOptions:
     """What the user asked of a judgement. None: not said. `origins` may say where a value came from, by its name
     ("atol": "--atol, pyproject.toml"); the default is the option's own name. `keep_rounds` is no rule: it keeps the
     rounds themselves in the results, for a report that draws them. `threads` measure logits; nothing that is said
-    depends on their number.
+    depends on their number. `tolerance`: "auto" takes the bounds from the golden's noise floor, times
+    `tolerance_factor` (auto.py). `suggest`: say what tolerance would do.
 
     Raises InputError for a bound that is negative or not finite and for any other value out of range.
     """
@@ -89,6 +90,9 @@ class JudgeOptions:
     rules: tuple[TensorRule, ...] = ()
     keep_rounds: bool = False
     threads: int = 1
+    tolerance: str | None = None
+    tolerance_factor: float | None = None
+    suggest: bool = False
 
     def origin(self, name: str) -> str:
         """Where the value of the field `name` came from."""
@@ -101,12 +105,28 @@ class JudgeOptions:
                 raise InputError(f"{option} is {value}; give a finite number that is not negative")
         if self.max_ulp is not None and self.max_ulp != int(self.max_ulp):
             raise InputError(f"--max-ulp is {self.max_ulp}; give a whole number")
+        self._check_auto()
         if self.on_tie not in ON_TIE:
             raise InputError(f"--on-tie is {self.on_tie!r}; allowed: {', '.join(ON_TIE)}")
         if self.steps is not None and self.steps < 1:
             raise InputError(f"--steps is {self.steps}; give a number from 1 on, or leave it out to judge every step")
         if self.select is not None and not self.select:
             raise InputError("--select names no sequence; give ids separated by commas, or leave it out to judge all")
+
+    def _check_auto(self) -> None:
+        if self.tolerance not in (None, "auto"):
+            raise InputError(f"--tolerance is {self.tolerance!r}; allowed: auto")
+        if self.tolerance is None and self.tolerance_factor is not None:
+            raise InputError("--tolerance-factor needs --tolerance auto")
+        factor = 1.0 if self.tolerance_factor is None else self.tolerance_factor
+        if not (math.isfinite(factor) and factor >= 1):
+            raise InputError(f"--tolerance-factor is {factor:g}; give a finite number from 1 on")
+        for name in ("atol", "rtol", "max_kl") if self.tolerance else ():
+            if getattr(self, name) is not None:
+                raise InputError(
+                    f"--tolerance auto ({self.origin('tolerance')}) sets what {_BOUNDS[name]} ({self.origin(name)}) "
+                    "sets; leave one of the two out"
+                )
 
 
 @dataclass(frozen=True)

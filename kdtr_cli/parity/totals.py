@@ -66,6 +66,7 @@ def sum_up(results: Sequence[SequenceResult], golden: Sequence[EvidenceSequence]
         min_run_margin=min((m for part in every if (m := part.min_run_margin) is not None), default=None),
         rows_shifted=sum(part.rows_shifted for part in every),
         kl=kl,
+        max_share=_worst(part.max_share for part in every),
     )
 
 
@@ -73,7 +74,7 @@ def add_totals(one: Totals, other: Totals, first: int, begun: bool = True) -> To
     """The totals of two parts together; the other's sequences begin at place ``first`` of the whole. The two forms of
     logits are the other's: they follow from all sequences (`logits_forms`). Not ``begun``: one is of nothing yet."""
     sums = {name: getattr(one, name) + getattr(other, name) for name in _SUMS}
-    worst = {name: _worst([getattr(one, name), getattr(other, name)]) for name in ("max_abs", "max_ulp", "max_kl")}
+    worst = {name: _worst([getattr(one, name), getattr(other, name)]) for name in _EXTREMES}
     places = {}
     for name in ("first_divergence", "first_logit_failure", "first_round_difference", "first_tensor"):
         place = getattr(other, name)
@@ -100,6 +101,8 @@ def add_totals(one: Totals, other: Totals, first: int, begun: bool = True) -> To
         top=_together((one.top, other.top)),
     )
 
+
+_EXTREMES = ("max_abs", "max_ulp", "max_kl", "max_share")
 
 _SUMS = (
     "tokens_equal",

@@ -82,10 +82,11 @@ def _from_manifest(path: Path, new: Path) -> None:
             raise InputError(
                 f"{path} was drafted by a checkpoint, which no bundle holds: give it a recipe to make it by"
             )
-        arithmetic = made["arithmetic"]
+        arithmetic = [name for name in made["arithmetic"] if name != "bf16"]
         exact = arithmetic == ["exact", "float64"]
         if not exact and arithmetic not in (["float64"], ["float32"]):
-            raise InputError(f"{path} holds logits of {', '.join(arithmetic)}: give the golden a recipe to make it by")
+            named = ", ".join(made["arithmetic"])
+            raise InputError(f"{path} holds logits of {named}: give the golden a recipe to make it by")
         decoding = made["decoding"]
         choices = {name: made["choices"][name] for name in ("latent_norm_eps", "rope_angles")}
         options = GoldenOptions(
@@ -102,6 +103,7 @@ def _from_manifest(path: Path, new: Path) -> None:
             choices=Choices(**choices),
             embed_weights=made["model"]["embedded"],
             drafting=drafted and DraftOptions(*(drafted[k] for k in ("mode", "drafter", "budget", "block_size"))),
+            bf16="bf16" in made["arithmetic"],
         )
         prompts = [Prompt(s.id, s.prompt, s.stream) for s in old.sequences]
         model = open_model(options.model, cache=False)

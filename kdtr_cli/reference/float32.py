@@ -9,10 +9,10 @@ import numpy as np
 from kdtr_cli.reference import float64
 from kdtr_cli.reference.arith import argmax, order
 from kdtr_cli.reference.attention import Branches, rotate
-from kdtr_cli.reference.float64 import log_softmax, softmax, total
+from kdtr_cli.reference.float64 import log_softmax, softmax, stored, total
 
 __all__ = ["argmax", "attend", "linear", "log_softmax", "order", "pack", "rms_norm", "sigmoid", "softmax", "swiglu"]
-__all__ += ["cast", "rotate", "total"]
+__all__ += ["cast", "rotate", "stored", "total"]
 
 f32 = np.float32
 SHARED_PARTS = True  #: no bit is promised, so that speed decides

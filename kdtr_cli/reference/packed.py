@@ -40,10 +40,11 @@ class PackedWeights:
     def __contains__(self, name: str) -> bool:
         return name in self.weights
 
-    def blocks(self, name: str) -> Iterator[Any]:
-        """The packed blocks of rows of a matrix [N, K], in order."""
+    def blocks(self, name: str, as_read: bool = False) -> Iterator[Any]:
+        """The packed blocks of rows of a matrix [N, K], in order; ``as_read``: not rounded as the arithmetic does."""
+        stored = (lambda w: w) if as_read else self.ops.stored
         for first, last in block_ranges(self.weights.shape(name)):
-            yield self._get((name, first), lambda a=first, b=last: self.ops.pack(self.weights.rows(name, a, b)))
+            yield self._get((name, first), lambda a=first, b=last: self.ops.pack(stored(self.weights.rows(name, a, b))))
 
     def vector(self, name: str) -> np.ndarray:
         """A bias or a norm's weight."""
@@ -55,7 +56,8 @@ class PackedWeights:
         def make() -> list[tuple[Any, Any]]:
             kv_b = self.weights[name]
             by_head = kv_b.reshape(heads, -1, kv_b.shape[1])
-            return [(self.ops.pack(h[:nope].T), self.ops.pack(h[nope:])) for h in by_head]
+            pack, stored = self.ops.pack, self.ops.stored
+            return [(pack(stored(h[:nope].T)), pack(stored(h[nope:]))) for h in by_head]
 
         return self._get(name, make)
 

@@ -1,6 +1,7 @@
-"""The NumPy model: DeepSeek-V2/V3 and Kimi-K2 decoders over rows of tokens, in exact, float64 or float32 arithmetic.
+"""The NumPy model: DeepSeek-V2/V3 and Kimi-K2 decoders over rows of tokens, in any of four arithmetics.
 
-The model is written once; the arithmetic is a module: ``exact``, ``float64`` or ``float32`` of ``kdtr_cli.reference``.
+The model is written once; the arithmetic is a module: ``exact``, ``float64``, ``float32`` or ``bf16`` of
+``kdtr_cli.reference``. What an engine keeps as an activation passes through its ``stored``.
 A forward pass takes rows: any tokens of any sequences at any positions, so that prefill, chunked prefill and batched
 decoding are the same call. The bits of a row depend on its own sequence alone.
 """
@@ -121,8 +122,8 @@ def route(
 class Model:
     """A decoder ready to run: weights, rotary tables for ``positions`` positions, one arithmetic.
 
-    ``ops`` is ``exact``, ``float64`` or ``float32`` of ``kdtr_cli.reference``. Weights are packed when first used; of
-    them ``weights_limit`` bytes are kept (None: all, about the memory of the weights in that arithmetic).
+    ``ops`` is an arithmetic of ``kdtr_cli.reference``. Weights are packed when first used; of them ``weights_limit``
+    bytes are kept (None: all, about the memory of the weights in that arithmetic).
 
     A pass takes its rows in parts, and every part goes through a layer before the next layer's weights are touched: a
     weight that is not kept is read once a pass. Parts share weights and nothing else; each product is made for one
@@ -157,8 +158,12 @@ class Model:
         return Cache(self.config, capacities, self.ops)
 
     def _linear(self, xs: Parts, name: str) -> Parts:
+        return [self.ops.stored(y) for y in self._product(xs, name)]
+
+    def _product(self, xs: Parts, name: str, as_read: bool = False) -> Parts:
+        """A linear layer's sums as they are; ``as_read``: its weights too."""
         blocks: list[Parts] = [[] for _ in xs]
-        for block in self.packed.blocks(f"{name}.weight"):
+        for block in self.packed.blocks(f"{name}.weight", as_read):
             for x, out in zip(xs, blocks, strict=True):
                 out.append(self.ops.linear(x, block))
         ys = [out[0] if len(out) == 1 else np.concatenate(out, -1) for out in blocks]
@@ -170,6 +175,9 @@ class Model:
     def _norm(self, xs: Parts, name: str, eps: float) -> Parts:
         weight = self.packed.vector(f"{name}.weight")
         return [self.ops.rms_norm(x, weight, eps) for x in xs]
+
+    def _sums(self, xs: Parts, ys: Parts) -> Parts:
+        return [self.ops.stored(x + y) for x, y in zip(xs, ys, strict=True)]
 
     def _mlp(self, xs: Parts, name: str, keep: Callable[[Parts, Parts], None] | None = None) -> Parts:
         """``keep`` is given gate and up side by side, [M, 2 I] of each part, and what swiglu makes of them, [M, I]."""
@@ -220,7 +228,8 @@ class Model:
             if self.inner:
                 observe[i](f"{name}query", queries)
                 observe[i](f"{name}latent_out", outs)
-            values.append(np.concatenate([self.ops.linear(outs[:, h], w) for h, (_, w) in enumerate(heads)], -1))
+            per_head = [self.ops.stored(self.ops.linear(outs[:, h], w)) for h, (_, w) in enumerate(heads)]
+            values.append(np.concatenate(per_head, -1))
         self._tell_inner(observe, f"{name}values", values)
         ys = self._linear(values, f"{name}o_proj")
         _tell(observe, f"{name}attn_out", ys)
@@ -238,7 +247,7 @@ class Model:
         q = q.reshape(m, c.num_attention_heads, c.qk_head_dim)
         query = np.empty((m, c.num_attention_heads, c.latent_dim), q.dtype)
         for h, (w_uk, _) in enumerate(heads):
-            query[:, h, : c.kv_lora_rank] = self.ops.linear(q[:, h, :nope], w_uk)
+            query[:, h, : c.kv_lora_rank] = self.ops.stored(self.ops.linear(q[:, h, :nope], w_uk))
         query[..., c.kv_lora_rank :] = self._rotated(q[..., nope:], rows)
         return query
 
@@ -267,7 +276,7 @@ class Model:
         c, ops = self.config, self.ops
         bias_name = f"{name}.gate.e_score_correction_bias"
         bias = self.packed.vector(bias_name) if bias_name in self.packed else None
-        logits = self._linear(xs, f"{name}.gate")
+        logits = self._product(xs, f"{name}.gate", as_read=True)
         _tell(observe, f"{name}.router_logits", logits)
         routed = [route(ops, rows, bias, **c.router()) for rows in logits]
         _tell(observe, f"{name}.expert_ids", [ids for ids, _ in routed])
@@ -278,7 +287,7 @@ class Model:
         if c.n_shared_experts:
             outs = self._told_mlp(xs, f"{name}.shared_experts", f"{name}.shared_", observe)
             _tell(observe, f"{name}.shared_out", outs)
-            ys = [y + out for y, out in zip(ys, outs, strict=True)]
+            ys = self._sums(ys, outs)
         _tell(observe, f"{name}.moe_out", ys)
         return ys
 
@@ -322,7 +331,7 @@ class Model:
             y = np.zeros_like(x)
             for slot in range(weights.shape[1]):
                 y = y + weights[:, slot, None] * outs[:, slot]
-            ys.append(y)
+            ys.append(self.ops.stored(y))
         return ys
 
     def forward(self, rows: Rows, cache: Cache, observe: Observe = _ignore) -> np.ndarray:
@@ -335,7 +344,7 @@ class Model:
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """Rows [M, hidden] of the embedding."""
-        return self.packed.rows("model.embed_tokens.weight", tokens)
+        return self.ops.stored(self.packed.rows("model.embed_tokens.weight", tokens))
 
     def layer(
         self, i: int, hidden: Parts, parts: list[Rows], cached: list[np.ndarray], observe: list[Observe]
@@ -346,7 +355,7 @@ class Model:
             xs = self._norm(hidden, f"{name}.input_layernorm", c.rms_norm_eps)
             self._tell_inner(observe, f"{name}.input_norm", xs)
             ys = self._attention(xs, parts, cached, f"{name}.self_attn.", observe)
-            hidden = [h + y for h, y in zip(hidden, ys, strict=True)]
+            hidden = self._sums(hidden, ys)
             self._tell_inner(observe, f"{name}.self_attn.hidden", hidden)
             xs = self._norm(hidden, f"{name}.post_attention_layernorm", c.rms_norm_eps)
             self._tell_inner(observe, f"{name}.post_norm", xs)
@@ -355,7 +364,7 @@ class Model:
             else:
                 ys = self._told_mlp(xs, f"{name}.mlp", f"{name}.mlp.", observe)
                 _tell(observe, f"{name}.mlp.mlp_out", ys)
-            hidden = [h + y for h, y in zip(hidden, ys, strict=True)]
+            hidden = self._sums(hidden, ys)
             _tell(observe, f"{name}.hidden", hidden)
             return hidden
 
@@ -373,7 +382,7 @@ class Model:
     def logits_of(self, hidden: Parts) -> Parts:
         """The same of several parts, each by itself."""
         with np.errstate(all="ignore"):
-            return self._linear(hidden, "lm_head")
+            return self._product(hidden, "lm_head")
 
 
 def _tell(observe: list[Observe], name: str, values: Parts) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from kdtr_cli.parity.results import Report, SequenceResult
 from kdtr_cli.parity.verdicts import Finding
+from kdtr_cli.report.headroom import used_shares
 from kdtr_cli.report.line import verdict_line
 
 __all__ = ["SCHEMA", "report_document", "report_json"]
@@ -63,10 +64,19 @@ def _tolerance(report: Report) -> dict[str, object]:
         bounds[name] = None if value is None else {"value": value, "origin": report.tolerance.origins[name]}
     options = {
         name: {"value": _plain(getattr(report.options, name)), "origin": report.options.origins.get(name, "default")}
-        for name in ("on_tie", "allow_partial", "allow_loose", "steps", "select")
+        for name in ("tolerance", "tolerance_factor", "on_tie", "allow_partial", "allow_loose", "steps", "select")
     }
-    rules = [_plain(rule) for rule in report.options.rules]
-    return {"reference": report.reference, **bounds, **options, "rules": rules}
+    suggested = None
+    if (suggestion := report.suggestion) is not None:
+        suggested = {"reason": suggestion.reason, "rules": _plain(suggestion.rules)}
+    return {
+        "reference": report.reference,
+        **bounds,
+        **options,
+        "rules": [_plain(rule) for rule in report.options.rules],
+        "used": _plain(used_shares(report)),
+        "suggested": suggested,
+    }
 
 
 def _finding(finding: Finding) -> dict[str, object]:

@@ -18,6 +18,7 @@ from kdtr_cli.parity.tolerances import TensorRule, Tolerance
 from kdtr_cli.parity.traces import TraceResult, step_of
 from kdtr_cli.parity.verdicts import Level, Verdict
 from kdtr_cli.report.divergence import Look, divergence, passage
+from kdtr_cli.report.headroom import suggestion_lines, used_line
 from kdtr_cli.report.line import safe, verdict_line
 from kdtr_cli.report.meaning import MEANS
 from kdtr_cli.report.overview import overview_table, verdict_style
@@ -73,6 +74,12 @@ def report_parts(report: Report, look: Look) -> Iterator[Part]:
         counts = ", ".join(f"{n} {name}" for name, n in report.totals.verdicts.items())
         yield ""
         yield f"{hidden} more sequences are not shown; all together: {counts}"
+    if report.suggestion is not None:
+        first, *more = suggestion_lines(report.suggestion)
+        yield ""
+        yield f"{'suggest':<8}{safe(first)}"
+        for line in more:
+            yield f"{'':<10}{safe(line)}"
     if report.findings:
         yield ""
         yield from _findings(report)
@@ -88,6 +95,8 @@ def _header(report: Report) -> Iterator[str]:
         if report.values == "logprobs":
             against = f"the log-softmax of {against}: the run holds log-probabilities"
         yield f"{'rule':<8}{_rule(report.tolerance)}, against {against}"
+        if (used := used_line(report)) is not None:
+            yield f"{'used':<8}{used}"
     o = report.options
     for rule in o.rules:
         yield f"{'':<8}{_tensor_rule(rule)}"

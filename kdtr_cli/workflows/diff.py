@@ -3,7 +3,7 @@
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from kdtr_cli.bundle.schema import ARITHMETICS
 from kdtr_cli.errors import DeviceError, InputError
 from kdtr_cli.model.traces import execution_order
 from kdtr_cli.parity.evidence import Evidence, EvidenceSequence, Logits, Rounds, Tensor
+from kdtr_cli.parity.floor import FLOOR_KEY, NoiseFloor, floor_entries
 from kdtr_cli.parity.judge import invalid, judge
 from kdtr_cli.parity.results import Report
 from kdtr_cli.parity.tolerances import JudgeOptions
@@ -46,13 +47,17 @@ def diff(golden: str | Path, run: str | Path, options: JudgeOptions | None = Non
     return judge_bundles(golden, run, options)
 
 
-def judge_bundles(golden: str | Path, run: str | Path, options: JudgeOptions) -> Report:
-    """As `diff`, for bundles that are there."""
+def judge_bundles(
+    golden: str | Path, run: str | Path, options: JudgeOptions, floors: Mapping[str, NoiseFloor] | None = None
+) -> Report:
+    """As `diff`, for bundles that are there. `floors`: the noise floors of the sweep that the golden is a shard of."""
     sides: list[Evidence] = []
     try:
         with ExitStack() as stack:
             for path in (golden, run):
                 sides.append(bundle_evidence(stack.enter_context(_open(path))))
+            if floors is not None:
+                sides[0] = replace(sides[0], manifest={**sides[0].manifest, FLOOR_KEY: floor_entries(floors)})
             return judge(sides[0], sides[1], replace(options, threads=_threads()))
     except _BrokenBundle as error:
         finding = Finding(Level.ERROR, "bundle", str(error), Verdict.INVALID)

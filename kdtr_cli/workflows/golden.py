@@ -15,7 +15,8 @@ from kdtr_cli.model.chat import load_chat_template
 from kdtr_cli.model.choices import Choices
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt, check_prompts
 from kdtr_cli.model.source import Model, open_model
-from kdtr_cli.reference import exact, float32, float64
+from kdtr_cli.parity.floor import FLOOR_KEY, NoiseFloor, add_floors, floor_entries
+from kdtr_cli.reference import bf16, exact, float32, float64
 from kdtr_cli.reference.arith import CONTRACT_VERSION
 from kdtr_cli.reference.transformer import Model as NumpyModel
 from kdtr_cli.workflows.drafting import drafting_manifest
@@ -39,7 +40,8 @@ Progress = Callable[[str, float, float], None]
 
 @dataclass(frozen=True)
 class GoldenOptions:
-    """The options of ``kdtr golden``. Without ``exact`` there is one arithmetic, ``single``: float64 or float32."""
+    """The options of ``kdtr golden``. Without ``exact`` the tokens come of one arithmetic, ``single``: float64 or
+    float32. ``bf16``: an emulated bf16 engine scores them too."""
 
     model: str
     output: Path
@@ -58,26 +60,26 @@ class GoldenOptions:
     memory_limit: int | None = None
     chat: bool = False
     trace: str | None = None
+    bf16: bool = False
 
 
 @dataclass(frozen=True)
 class GoldenSummary:
-    """What was made: the sequences (their logits are in the bundle only), the largest |exact - float64| of a logit, and
-    the number of ties.
+    """What was made: the sequences (their logits are in the bundle only), and the number of ties.
 
     rounds: those of all sequences, and settings how they were drafted; None in plain decoding. resumed: it went on
-    from saved work.
+    from saved work. floors: how far exact and bf16 are from float64, where they were made.
     """
 
     path: Path
     model: Model
     sequences: list[tuple[Prompt, Generated]]
-    max_difference: float | None
     ties: int
     embedded: bool
     settings: DraftSettings | None = None
     rounds: list[Round] | None = None
     resumed: bool = False
+    floors: dict[str, NoiseFloor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class PreparedGolden:
     reference: NumpyModel
     drafting: Drafting | None
     manifest: dict[str, Any]
+    emulated: NumpyModel | None = None
 
 
 def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, total: None) -> GoldenSummary:
@@ -106,7 +109,7 @@ def make_golden(options: GoldenOptions, progress: Progress = lambda what, done, 
     model, prompts, positions = open_prompts(options)
     budget = golden_budget(options, model, prompts)
     costs = _costs(options, model, NOMINAL, budget)
-    meter = _Meter(progress, sum(line.seconds for line in plan_lines(costs, budget, options.steps)))
+    meter = _Meter(progress, sum(line.seconds for line in plan_lines(costs, budget, options.steps, options.bf16)))
     if options.memory_limit is None or options.drafting is not None:
         return _make(options, model, prompts, positions, budget, meter, None)
     sizes = [len(group) for group in budget.groups]
@@ -139,6 +142,7 @@ def golden_budget(options: GoldenOptions, model: Model, prompts: list[Prompt]) -
         score=options.score,
         exact=options.exact,
         trace=options.trace,
+        bf16=options.bf16,
     )
     for group in budget.groups:
         check_trace(model.config, options.trace, *_trace_size(options, group))
@@ -175,9 +179,9 @@ def plan_golden(options: GoldenOptions) -> GoldenPlan:
         open_drafting(options.drafting, model.config)
     budget = golden_budget(options, model, prompts)
     costs = _costs(options, model, calibrate(model.config, model.weights), budget)
-    packed = costs.total * (4 + 8 if options.exact else 8)
+    packed = costs.total * ((4 + 8 if options.exact else 8) + (4 if options.bf16 else 0))
     return GoldenPlan(
-        list(plan_lines(costs, budget, options.steps)),
+        list(plan_lines(costs, budget, options.steps, options.bf16)),
         budget,
         sum(model.weights.stored_nbytes(name) for name in model.weights.stored_names),
         packed,
@@ -215,7 +219,7 @@ def _job(options: GoldenOptions, model: Model, prompts: list[Prompt]) -> dict[st
         "steps": [options.steps, options.ignore_eos],
         "stop ids": list(model.config.eos_token_ids),
         "temperature": [options.temperature, options.prompts.seed],
-        "arithmetic": "exact" if options.exact else options.single,
+        "arithmetic": ["exact" if options.exact else options.single, options.bf16],
         "logits": [options.logits, options.score],
         "choices": [options.choices.latent_norm_eps, options.choices.rope_angles],
         "trace": options.trace,
@@ -254,6 +258,10 @@ def open_prompts(options: GoldenOptions) -> tuple[Model, list[Prompt], int]:
     if options.drafting is not None and not options.exact:
         what = "--no-exact" if options.single == "float64" else f"--arith {options.single}"
         raise InputError(f"{what}: rounds are made in the exact arithmetic alone; leave one of the two out")
+    if options.bf16 and not options.exact and options.single != "float64":
+        raise InputError(
+            f"--bf16 is measured against float64, which --arith {options.single} leaves out; leave one of the two out"
+        )
     model = open_model(options.model, cache=False)  # what is used is kept packed
     template = load_chat_template(model.folder) if options.chat else None
     prompts = collect_prompts(options.prompts, model.config, model.folder, template)
@@ -278,13 +286,14 @@ def prepare_golden(options: GoldenOptions, model: Model, positions: int) -> Prep
     if options.exact:
         reach = min(positions + drafting.settings.horizon, config.max_position_embeddings) if drafting else positions
         reference = NumpyModel(config, model.weights, options.choices, reach, exact)
+    emulated = NumpyModel(config, model.weights, options.choices, positions, bf16) if options.bf16 else None
     manifest = common_manifest(
         model,
         options.choices,
         decoding,
         positions=positions,
         teacher_forced=False,
-        arithmetic=["exact", "float64"] if options.exact else [options.single],
+        arithmetic=(["exact", "float64"] if options.exact else [options.single]) + ["bf16"] * options.bf16,
         logits=form,
         score=options.score,
         embedded=embedded,
@@ -296,7 +305,7 @@ def prepare_golden(options: GoldenOptions, model: Model, positions: int) -> Prep
     if drafting is not None:
         manifest["decoding"]["mode"] = drafting.settings.mode
         manifest["drafting"] = drafting_manifest(drafting.spec, drafting.settings)
-    return PreparedGolden(options, model, decoding, form, truth, reference, drafting, manifest)
+    return PreparedGolden(options, model, decoding, form, truth, reference, drafting, manifest, emulated)
 
 
 def write_golden(
@@ -316,8 +325,10 @@ def write_golden(
     options, model, drafting = prepared.options, prepared.model, prepared.drafting
     budget = budget or golden_budget(options, model, prompts)
     prepared.reference.packed.keep_at_most(budget.weights_limit)
-    if prepared.truth is not prepared.reference and budget.weights_limit is not None:
-        prepared.truth.packed.keep_at_most(0)  # it is used once a group
+    if budget.weights_limit is not None:
+        for scoring in (prepared.truth, prepared.emulated):
+            if scoring not in (None, prepared.reference):
+                scoring.packed.keep_at_most(0)  # it is used once a group
     costs = _costs(options, model, NOMINAL, budget)
     shared = GroupOptions(
         prepared.truth,
@@ -329,6 +340,7 @@ def write_golden(
         options.score,
         drafting,
         options.trace,
+        prepared.emulated,
     )
 
     def finished(number: int) -> list[MadeSequence]:
@@ -345,7 +357,8 @@ def write_golden(
             finished(number)
     made: list[tuple[Prompt, Generated]] = []
     rounds: list[Round] = []
-    difference, ties = 0.0, 0
+    floors: dict[str, NoiseFloor] = {}
+    ties = 0
     embedded = prepared.manifest["model"]["embedded"]
     with BundleWriter(output, "golden", force) as bundle:
         bundle.add_config(model.config_text)
@@ -355,20 +368,22 @@ def write_golden(
         for number, group in enumerate(budget.groups):
             for prompt, one in zip(group, finished(number), strict=True):
                 result = one.result
-                difference, ties = max(difference, one.difference), ties + one.ties
+                floors |= {name: add_floors(floors.get(name), floor) for name, floor in one.floors.items()}
+                ties += one.ties
                 rounds += one.rounds
                 bundle.add_sequence(
                     SequenceData(prompt.id, prompt.stream, prompt.ids, result.tokens, result.finish_reason, one.arrays)
                 )
                 made.append((prompt, result))
-        bundle.finish(prepared.manifest)
+        measured = {FLOOR_KEY: floor_entries(floors)} if floors else {}
+        bundle.finish({**prepared.manifest, **measured})
     return GoldenSummary(
         output,
         model,
         made,
-        difference if options.exact else None,
         ties,
         embedded,
         drafting.settings if drafting else None,
         rounds if drafting else None,
+        floors=floors,
     )

@@ -1,13 +1,14 @@
 """One group of a golden's sequences: decoded, drafted, scored in float64, and made into the arrays of a bundle."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
 from kdtr_cli.ddtree.rounds import Round
 from kdtr_cli.model.prompts import Decoding, Generated, Prompt
 from kdtr_cli.model.traces import Trace
+from kdtr_cli.parity.floor import NoiseFloor, add_floors, measure_floor
 from kdtr_cli.reference.generate import Scoring, advance, advance_scoring, begin, scored
 from kdtr_cli.reference.sampling import choose
 from kdtr_cli.reference.transformer import Model
@@ -25,7 +26,7 @@ Tick = Callable[[str, float], None]  #: called with what was done and the second
 class GroupOptions:
     """What all groups of a golden share. ``single``: the arithmetic where it isn't exact with float64;
     ``form``: what is kept of a row of logits; ``score``: of prompts too; ``trace``: the level of the trace, of what
-    decodes."""
+    decodes; ``emulated``: the model in bf16."""
 
     truth: Model
     reference: Model
@@ -36,6 +37,12 @@ class GroupOptions:
     score: bool
     drafting: Drafting | None
     trace: str | None = None
+    emulated: Model | None = None
+
+    def scoring(self) -> list[tuple[str, Model]]:
+        """The arithmetics that score the tokens once they are chosen, in this order."""
+        models = [("float64", self.truth)] if self.exact else []
+        return models if self.emulated is None else [*models, ("bf16", self.emulated)]
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class MadeSequence:
 
     result: Generated
     arrays: dict[str, np.ndarray]
-    difference: float
+    floors: dict[str, NoiseFloor]
     ties: int
     rounds: list[Round]
 
@@ -68,7 +75,7 @@ def make_group(
         rows = [length + decoding.steps - 1 for length in lengths]
         decode.traces = [Trace(reference.config, options.trace, n, dtype) for n in rows]
     saved = work.state(number) if work else None
-    scoring = unpack_state(saved, decode) if saved is not None else None
+    scoring, done = unpack_state(saved, decode) if saved is not None else (None, {})
     while scoring is None and not decode.done():
         step, layer = decode.step, decode.layer
         rows = len(decode.active()) if step else sum(lengths)
@@ -79,25 +86,31 @@ def make_group(
         seconds += costs.logits(label, len(group), first) if decode.step > step else 0
         tick("prompts" if not step else f"step {step} of {decoding.steps}", seconds)
         if work is not None:
-            work.save_state(number, lambda: pack_state(decode, None))
+            work.save_state(number, lambda: pack_state(decode, None, done))
     results = decode.results()
     drafted = draft_group(drafting, reference, group, decoding, results, decode.cache) if drafting else None
     decode.cache.rows.clear()  # of no use any more
     outputs = [result.tokens for result in results]
-    real: list[tuple[np.ndarray | None, np.ndarray]] | list[None] = [None] * len(group)
-    if options.exact:
-        scoring = scoring or Scoring()
-        rows = sum(lengths) + sum(len(tokens) - 1 for tokens in outputs)
-        while scoring.layer < layers:
-            advance_scoring(options.truth, group, outputs, scoring)
-            tick("float64", costs.layer("float64", scoring.layer - 1, rows, max(lengths), True))
+    rows = sum(lengths) + sum(len(tokens) - 1 for tokens in outputs)
+    for name, model in options.scoring():
+        if name in done:
+            continue
+        under_way, scoring = scoring or Scoring(), None
+        while under_way.layer < layers:
+            advance_scoring(model, group, outputs, under_way)
+            tick(name, costs.layer(name, under_way.layer - 1, rows, max(lengths), True))
             if work is not None:
-                work.save_state(number, lambda: pack_state(decode, scoring))
-        real = scored(options.truth, group, outputs, scoring, options.score)
-        tick("float64", costs.logits("float64", sum(len(tokens) for tokens in outputs), True))
+                work.save_state(number, lambda state=under_way: pack_state(decode, state, done))
+        done[name] = scored(model, group, outputs, under_way, options.score)
+        tick(name, costs.logits(name, sum(len(tokens) for tokens in outputs), True))
+        if work is not None:
+            work.save_state(number, lambda: pack_state(decode, Scoring(), done))
+    done[label] = [(result.prompt_logits, result.logits) for result in results]
     made = []
     for index, (prompt, result) in enumerate(zip(group, results, strict=True)):
-        arrays, apart, parted = _arrays(options, prompt, result, real[index])
+        each = {name: scored_rows[index] for name, scored_rows in done.items()}
+        arrays, ties = _arrays(options, prompt, result, each)
+        floors = _floors(each)
         if options.trace is not None:
             arrays |= decode.traces[index].finished(lengths[index] + len(result.tokens) - 1)
         rounds: list[Round] = []
@@ -106,7 +119,7 @@ def make_group(
             rounds = drafted[index].rounds
         # without its logits: they are in the arrays, and of many sequences they fill the memory
         bare = Generated(result.tokens, result.logits[:0].copy(), None, result.finish_reason)
-        made.append(MadeSequence(bare, arrays, apart, parted, rounds))
+        made.append(MadeSequence(bare, arrays, floors, ties, rounds))
     return made
 
 
@@ -115,7 +128,8 @@ def pack_group(made: list[MadeSequence]) -> dict[str, np.ndarray]:
     for i, one in enumerate(made):
         arrays[f"{i}/tokens"] = one.result.tokens
         arrays[f"{i}/stopped"] = np.array(one.result.finish_reason == "stop")
-        arrays[f"{i}/difference"], arrays[f"{i}/ties"] = np.array(one.difference), np.array(one.ties)
+        arrays[f"{i}/ties"] = np.array(one.ties)
+        arrays |= {f"{i}/floor/{name}": np.array(astuple(floor), np.float64) for name, floor in one.floors.items()}
         arrays |= {f"{i}/arrays/{name}": array for name, array in one.arrays.items()}
     return arrays
 
@@ -123,39 +137,50 @@ def pack_group(made: list[MadeSequence]) -> dict[str, np.ndarray]:
 def unpack_group(arrays: Mapping[str, np.ndarray]) -> list[MadeSequence]:
     made = []
     for i in range(int(arrays["count"])):
-        inside = f"{i}/arrays/"
-        own = {name.removeprefix(inside): array for name, array in arrays.items() if name.startswith(inside)}
+        own = _below(arrays, f"{i}/arrays/")
+        floors = {
+            name: NoiseFloor(int(v[0]), int(v[1]), float(v[2]), int(v[3]), float(v[4]))
+            for name, v in _below(arrays, f"{i}/floor/").items()
+        }
         reason = "stop" if arrays[f"{i}/stopped"] else "length"
         result = Generated(arrays[f"{i}/tokens"], np.empty((0, 0), np.float32), None, reason)
-        made.append(MadeSequence(result, own, float(arrays[f"{i}/difference"]), int(arrays[f"{i}/ties"]), []))
+        made.append(MadeSequence(result, own, floors, int(arrays[f"{i}/ties"]), []))
     return made
 
 
-def _arrays(
-    options: GroupOptions,
-    prompt: Prompt,
-    result: Generated,
-    real: tuple[np.ndarray | None, np.ndarray] | None,
-) -> tuple[dict[str, np.ndarray], float, int]:
-    """A sequence's arrays, the largest difference of exact from float64, and the number of steps that would part.
+def _below(arrays: Mapping[str, np.ndarray], path: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(path): array for name, array in arrays.items() if name.startswith(path)}
 
-    real: the prompt's logits, if they are kept, and the outputs' in float64.
+
+def _arrays(
+    options: GroupOptions, prompt: Prompt, result: Generated, each: Mapping[str, tuple[np.ndarray | None, np.ndarray]]
+) -> tuple[dict[str, np.ndarray], int]:
+    """A sequence's arrays, and the number of steps where float64 would choose another token.
+
+    each: by arithmetic the prompt's logits, if they are kept, and the outputs'.
     """
-    decoding, form = options.decoding, options.form
+    decoding, arrays = options.decoding, {}
+    for name, (of_prompt, logits) in each.items():
+        arrays |= logits_arrays("logits", name, logits, options.form)
+        if of_prompt is not None:
+            arrays |= logits_arrays("prompt_logits", name, of_prompt, options.form)
     if not options.exact:
-        arrays = logits_arrays("logits", options.single, result.logits, form)
-        if options.score:
-            arrays |= logits_arrays("prompt_logits", options.single, result.prompt_logits, form)
-        return arrays, 0.0, 0
-    of_prompt, logits = real
-    arrays = logits_arrays("logits", "exact", result.logits, form) | logits_arrays("logits", "float64", logits, form)
-    if options.score:
-        arrays |= logits_arrays("prompt_logits", "exact", result.prompt_logits, form)
-        arrays |= logits_arrays("prompt_logits", "float64", of_prompt, form)
+        return arrays, 0
     drawn = len(prompt.ids) + np.arange(len(result.tokens))
     streams = np.full(len(drawn), prompt.stream)
-    chosen = choose(logits, drawn, streams, temperature=decoding.temperature, seed=decoding.seed)
+    truth = each["float64"][1]
+    chosen = choose(truth, drawn, streams, temperature=decoding.temperature, seed=decoding.seed)
     ties = np.flatnonzero(chosen != result.tokens).astype(np.int32)
     if len(ties):
         arrays["ties"] = ties
-    return arrays, float(np.abs(result.logits - logits).max()), len(ties)
+    return arrays, len(ties)
+
+
+def _floors(each: Mapping[str, tuple[np.ndarray | None, np.ndarray]]) -> dict[str, NoiseFloor]:
+    """How far each arithmetic is from float64, over the rows of the outputs, and of the prompt if they are kept."""
+    floors: dict[str, NoiseFloor] = {}
+    for name in each.keys() & {"exact", "bf16"}:
+        for logits, truth in zip(each[name], each["float64"], strict=True):
+            if logits is not None:
+                floors[name] = add_floors(floors.get(name), measure_floor(logits, truth))
+    return floors

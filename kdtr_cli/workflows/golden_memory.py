@@ -80,6 +80,7 @@ def make_budget(
     score: bool,
     exact: bool,
     trace: str | None = None,
+    bf16: bool = False,
 ) -> Budget:
     """Groups and kept weights under ``limit`` bytes for the whole process (None: as much as it takes).
 
@@ -91,7 +92,7 @@ def make_budget(
     def size(prompt: Prompt) -> int:
         # a trace is held until its group ends
         traced = (len(prompt.ids) + steps) * trace_bytes(config, trace, 4 if exact else 8)
-        return _sequence_bytes(config, len(prompt.ids), steps, score, exact) + traced
+        return _sequence_bytes(config, len(prompt.ids), steps, score, exact, bf16) + traced
 
     if limit is None:
         # without exact the count alone decides: the last bits of float64 depend on who decodes together
@@ -146,7 +147,7 @@ def _split(
     return groups
 
 
-def _sequence_bytes(c: ModelConfig, prompt: int, steps: int, score: bool, exact: bool) -> int:
+def _sequence_bytes(c: ModelConfig, prompt: int, steps: int, score: bool, exact: bool, bf16: bool) -> int:
     """What one sequence holds during its group: cache, activations of all its rows, logits."""
     rows, item = prompt + steps, 8
     cache = rows * c.latent_dim * c.num_hidden_layers * (4 if exact else 8)
@@ -154,8 +155,8 @@ def _sequence_bytes(c: ModelConfig, prompt: int, steps: int, score: bool, exact:
     attention = heads * (c.qk_head_dim + c.v_head_dim) + (c.q_lora_rank or 0) + 2 * c.latent_dim
     mlp = 3 * max(c.intermediate_size, (c.n_shared_experts or 0) * (c.moe_intermediate_size or 0))
     activations = rows * item * (4 * c.hidden_size + c.latent_dim + max(attention, mlp, 2 * (c.n_routed_experts or 0)))
-    # exact ones, those in float64 and the blocks that they are put together from
-    logits = (steps + (prompt if score else 0)) * c.vocab_size * (4 + 2 * item)
+    # exact ones, those in float64, in bf16, and the blocks that they are put together from
+    logits = (steps + (prompt if score else 0)) * c.vocab_size * (4 + 2 * item + (8 if bf16 else 0))
     return cache + activations + logits
 
 

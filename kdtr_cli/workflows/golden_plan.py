@@ -101,7 +101,7 @@ class Costs:
         return self.head * (again * rates.load_dense + rates.touch + rows * rates.row)
 
     def of(self, arithmetic: str) -> ArithmeticRates:
-        """Its rates; float32 has those of float64, of which it takes half or less."""
+        """Its rates; float32 and bf16 have those of float64, of which they take half or less."""
         return self.rates.exact if arithmetic == "exact" else self.rates.float64
 
     def again(self, arithmetic: str, first: bool) -> float:
@@ -125,8 +125,8 @@ class PlanLine:
     seconds: float
 
 
-def plan_lines(costs: Costs, budget: Budget, steps: int) -> Iterator[PlanLine]:
-    """The passes of all groups, in the order in which they are made."""
+def plan_lines(costs: Costs, budget: Budget, steps: int, bf16: bool = False) -> Iterator[PlanLine]:
+    """The passes of all groups, in the order in which they are made; ``bf16``: with the emulated engine's."""
     c = costs.config
     layers = range(c.num_hidden_layers)
     yield PlanLine("digests", 1, 0, 4.0 * costs.total, 0.0, costs.digests())
@@ -138,9 +138,9 @@ def plan_lines(costs: Costs, budget: Budget, steps: int) -> Iterator[PlanLine]:
         passes = [(f"prompts, {main}", main, 1, prompt_rows, count, length / 2, number == 0)]
         if steps > 1:
             passes.append((f"steps, {main}", main, steps - 1, count, count, length + steps / 2, False))
-        if main == "exact":
-            rows = prompt_rows + count * (steps - 1)
-            passes.append(("all tokens, float64", "float64", 1, rows, count * steps, (length + steps) / 2, True))
+        rows = prompt_rows + count * (steps - 1)
+        for name in (["float64"] if main == "exact" else []) + (["bf16"] if bf16 else []):
+            passes.append((f"all tokens, {name}", name, 1, rows, count * steps, (length + steps) / 2, True))
         for what, arithmetic, times, rows, outputs, context, first in passes:
             again = costs.again(arithmetic, first)
             loaded = sum(sum(costs.loaded(i, rows)) for i in layers) + costs.head

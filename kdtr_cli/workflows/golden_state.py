@@ -25,7 +25,7 @@ from kdtr_cli.errors import DeviceError, InputError
 from kdtr_cli.model.weights import Digests
 from kdtr_cli.reference.generate import Decode, Scoring
 
-__all__ = ["SavedWork", "pack_state", "unpack_state"]
+__all__ = ["SavedWork", "Scored", "pack_state", "unpack_state"]
 
 _LEAST_SECONDS = 20.0  # between two saved states
 _SHARE = 20  # and at least this many times what the last one took
@@ -222,8 +222,13 @@ def _save(file: BinaryIO, arrays: Mapping[str, np.ndarray]) -> None:
     file.write(digest)
 
 
-def pack_state(decode: Decode, scoring: Scoring | None) -> dict[str, np.ndarray]:
-    """A group's state as arrays. While it is scored the cache is not needed any more."""
+#: For each sequence the prompt's logits, where they are kept, and the outputs' (`reference.generate.scored`).
+Scored = list[tuple[np.ndarray | None, np.ndarray]]
+
+
+def pack_state(decode: Decode, scoring: Scoring | None, scored: Mapping[str, Scored]) -> dict[str, np.ndarray]:
+    """A group's state as arrays: ``scored`` has the arithmetics that are done, ``scoring`` is of the next one. While a
+    group is scored its cache is not needed any more."""
     arrays = {
         "tokens": decode.tokens,
         "lengths": decode.lengths,
@@ -240,6 +245,11 @@ def pack_state(decode: Decode, scoring: Scoring | None) -> dict[str, np.ndarray]
         arrays |= {f"trace/{slot}/{name}": array for name, array in trace.pack().items()}
     for part, hidden in enumerate((scoring or decode).hidden):
         arrays[f"hidden/{part}"] = hidden
+    for name, results in scored.items():
+        for slot, (of_prompt, own) in enumerate(results):
+            arrays[f"scored/{name}/{slot}"] = own
+            if of_prompt is not None:
+                arrays[f"scored_prompt/{name}/{slot}"] = of_prompt
     if scoring is None:
         for layer, rows in enumerate(decode.cache.rows):
             for slot, values in enumerate(rows):
@@ -247,8 +257,9 @@ def pack_state(decode: Decode, scoring: Scoring | None) -> dict[str, np.ndarray]
     return arrays
 
 
-def unpack_state(arrays: Mapping[str, np.ndarray], decode: Decode) -> Scoring | None:
-    """Put a packed state into ``decode``, which has just begun; returns the scoring that was under way.
+def unpack_state(arrays: Mapping[str, np.ndarray], decode: Decode) -> tuple[Scoring | None, dict[str, Scored]]:
+    """Put a packed state into ``decode``, which has just begun; returns the scoring that was under way, and what had
+    been scored before it.
 
     ValueError where it is of another group.
     """
@@ -263,12 +274,17 @@ def unpack_state(arrays: Mapping[str, np.ndarray], decode: Decode) -> Scoring | 
         inside = f"trace/{slot}/"
         trace.unpack({name.removeprefix(inside): a for name, a in arrays.items() if name.startswith(inside)})
     if arrays["scoring"]:
-        return Scoring(int(arrays["layer"]), _numbered(arrays, "hidden"))
+        names = sorted({key.split("/")[1] for key in arrays if key.startswith("scored/")})
+        scored: dict[str, Scored] = {}
+        for name in names:
+            own, prompts = _numbered(arrays, f"scored/{name}"), _numbered(arrays, f"scored_prompt/{name}")
+            scored[name] = list(zip(prompts or [None] * len(own), own, strict=True))
+        return Scoring(int(arrays["layer"]), _numbered(arrays, "hidden")), scored
     decode.layer, decode.hidden = int(arrays["layer"]), _numbered(arrays, "hidden")
     for layer, rows in enumerate(decode.cache.rows):
         for slot, values in enumerate(rows):
             values[:] = arrays[f"cache/{layer}/{slot}"]
-    return None
+    return None, {}
 
 
 def _numbered(arrays: Mapping[str, np.ndarray], name: str) -> list[np.ndarray]:

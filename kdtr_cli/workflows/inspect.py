@@ -56,9 +56,10 @@ def describe(
     """The document for one bundle; with `sequence_id` also that sequence's tokens and largest logits at each step.
 
     Keys: schema, path, bundle_schema, kind, manifest_sha256, file_bytes, producer, contract_version, model, choices,
-    decoding, drafting and rounds (statistics; both None without rounds), arithmetic, tier, logits, score, values, run
-    (None in a golden), sequences, sequence (None unless asked for), round (None unless asked for: that round of the
-    sequence, by default the first one, instead of its logits; with texts where the folder of a tokenizer is given).
+    decoding, drafting and rounds (statistics; both None without rounds), arithmetic, tier, logits, score, values,
+    noise_floor (None where none was measured), run (None in a golden), sequences, sequence (None unless asked for),
+    round (None unless asked for: that round of the sequence, by default the first one, instead of its logits; with
+    texts where the folder of a tokenizer is given).
     JSON-ready: non-finite numbers are the strings "nan", "inf" and "-inf". InputError: as `open_bundle`; no such
     sequence or round, or rounds that are none.
     """
@@ -90,6 +91,7 @@ def describe(
             "logits": manifest["logits"],
             "score": manifest.get("score", False),
             "values": manifest.get("values", "logits"),
+            "noise_floor": manifest.get("noise_floor"),
             "run": manifest.get("run"),
             "sequences": [_row(sequence) for sequence in bundle.sequences],
             "sequence": None if chosen is None else _detail(chosen),

@@ -1,6 +1,6 @@
 """`kdtr merge`: a sweep as one ordinary bundle, the same file that one process would have written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from kdtr_cli.bundle.reader import BundleSequence, open_bundle
 from kdtr_cli.bundle.schema import SequenceData
 from kdtr_cli.bundle.sweep import Sweep, read_sweep
 from kdtr_cli.bundle.writer import BundleWriter, check_target
+from kdtr_cli.parity.floor import FLOOR_KEY, NoiseFloor, floor_entries, floors_of, shared_floors
 from kdtr_cli.workflows.sweep import finished_shards
 
 __all__ = ["MergeSummary", "merge_sweep"]
@@ -34,7 +35,10 @@ def merge_sweep(
     """
     check_target(output, force)
     sweep = read_sweep(folder)
-    shards = [shard for shard, _ in finished_shards(folder, sweep)]
+    shards, floors = [], []
+    for shard, manifest in finished_shards(folder, sweep):
+        shards.append(shard)
+        floors.append(floors_of(manifest))
     done = 0
     with BundleWriter(output, sweep.kind, force) as writer:
         for shard in shards:
@@ -47,7 +51,7 @@ def merge_sweep(
                     writer.add_sequence(_copy(sequence))
                     done += 1
                     progress("merge", done, sweep.sequences)
-        sha256 = writer.finish(_manifest(sweep))
+        sha256 = writer.finish(_manifest(sweep, shared_floors(floors)))
     return MergeSummary(output, sweep.kind, len(shards), done, sha256)
 
 
@@ -56,9 +60,11 @@ def _copy(sequence: BundleSequence) -> SequenceData:
     return SequenceData(sequence.id, sequence.stream, sequence.prompt, sequence.tokens, sequence.finish_reason, arrays)
 
 
-def _manifest(sweep: Sweep) -> dict[str, Any]:
+def _manifest(sweep: Sweep, floors: Mapping[str, NoiseFloor]) -> dict[str, Any]:
     """The manifest of the whole. Runs were made from shards, not from the one golden that these would be merged to."""
     manifest = dict(sweep.manifest)
+    if floors:
+        manifest[FLOOR_KEY] = floor_entries(floors)
     if sweep.kind == "run":
         manifest["run"] = {**manifest["run"], "golden_manifest_sha256": None}
     return manifest

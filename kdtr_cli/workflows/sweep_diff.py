@@ -12,6 +12,7 @@ from kdtr_cli.bundle.sweep import Sweep, read_sweep
 from kdtr_cli.errors import InputError
 from kdtr_cli.parity.combine import Combined
 from kdtr_cli.parity.evidence import Evidence
+from kdtr_cli.parity.floor import NoiseFloor, floors_of, shared_floors
 from kdtr_cli.parity.judge import invalid
 from kdtr_cli.parity.provenance import check_kinds
 from kdtr_cli.parity.results import Report
@@ -51,7 +52,7 @@ def diff_sweeps(
             sides.append(Evidence(sweeps[-1].kind, sweeps[-1].manifest, (), str(folder)))
         if (finding := check_kinds(*sides)) is not None:
             return invalid([finding], options, *sides)
-        ids = _check(folders, sweeps)
+        ids, floors = _check(folders, sweeps)
     except InputError as error:
         return invalid([Finding(Level.ERROR, "sweep", str(error), Verdict.INVALID)], options, *sides)
     chosen = None if options.select is None else _choose(ids, options.select)
@@ -60,7 +61,7 @@ def diff_sweeps(
     for shard in sweeps[0].shards:
         if chosen is None or shard.index in chosen:
             asked = options if chosen is None else replace(options, select=chosen[shard.index])
-            report = judge_bundles(folders[0] / shard.name, folders[1] / shard.name, asked)
+            report = judge_bundles(folders[0] / shard.name, folders[1] / shard.name, asked, floors)
             combined.add(report, shard.first)
         else:
             combined.skip(shard.count)
@@ -69,8 +70,9 @@ def diff_sweeps(
     return replace(combined.report(str(golden), str(run)), options=options)
 
 
-def _check(folders: tuple[Path, Path], sweeps: list[Sweep]) -> list[list[str]]:
-    """The ids of the golden's sequences, shard by shard. InputError: the two sweeps are no pair, or not whole.
+def _check(folders: tuple[Path, Path], sweeps: list[Sweep]) -> tuple[list[list[str]], dict[str, NoiseFloor]]:
+    """The ids of the golden's sequences, shard by shard, and the noise floors of the whole. InputError: the two sweeps
+    are no pair, or not whole.
 
     Every manifest is read, no data: what a shard holds is checked when it is judged.
     """
@@ -81,7 +83,10 @@ def _check(folders: tuple[Path, Path], sweeps: list[Sweep]) -> list[list[str]]:
             f"the sweeps are cut into other shards: golden {counts[0]}, run {counts[1]}; "
             "merge both ('kdtr merge') and judge the bundles"
         )
-    ids = [[entry["id"] for entry in manifest["sequences"]] for _, manifest in finished_shards(folders[0], sweeps[0])]
+    ids, floors = [], []
+    for _, manifest in finished_shards(folders[0], sweeps[0]):
+        ids.append([entry["id"] for entry in manifest["sequences"]])
+        floors.append(floors_of(manifest))
     seen: set[str] = set()
     for name in chain.from_iterable(ids):
         if name in seen:
@@ -89,7 +94,7 @@ def _check(folders: tuple[Path, Path], sweeps: list[Sweep]) -> list[list[str]]:
         seen.add(name)
     for _ in finished_shards(folders[1], sweeps[1]):
         pass
-    return ids
+    return ids, shared_floors(floors)
 
 
 def _choose(ids: list[list[str]], select: tuple[str, ...]) -> Mapping[int, tuple[str, ...]]:

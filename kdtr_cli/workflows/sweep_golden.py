@@ -12,6 +12,7 @@ from kdtr_cli.errors import InputError
 from kdtr_cli.model.presets import PRESETS
 from kdtr_cli.model.prompts import Prompt
 from kdtr_cli.model.source import open_model
+from kdtr_cli.parity.floor import NoiseFloor
 from kdtr_cli.workflows.executors import check_executor
 from kdtr_cli.workflows.golden import (
     GoldenOptions,
@@ -33,7 +34,7 @@ __all__ = ["ShardFigures", "make_golden_shard", "make_golden_sweep"]
 class ShardFigures:
     """What a worker says of the shard that it made."""
 
-    max_difference: float | None
+    floors: dict[str, NoiseFloor]
     ties: int
 
 
@@ -96,7 +97,7 @@ def make_golden_shard(
 
     def write(path: Path) -> ShardFigures:
         made = write_golden(prepared, prompts, path, False)
-        return ShardFigures(made.max_difference, made.ties)
+        return ShardFigures(made.floors, made.ties)
 
     return publish_shard(folder, sweep, shard, write)
 

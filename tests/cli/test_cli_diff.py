@@ -312,6 +312,60 @@ class TestOptions:
         ):
             assert case(*args)[0] == code, args
 
+    def test_auto_in_pyproject_and_on_the_command_line(self, case):
+        perturb(case.run, 1e-6)
+        code, out, _ = case("--tolerance", "auto")
+        assert (code, "holds no noise floor" in out) == (2, True)
+        floor = {"rows": 12, "values": 480, "max_abs": 1e-6, "max_ulp": 9, "max_kl": 1e-13}
+        case.golden.manifest["noise_floor"] = {"exact": floor}
+        code, out, _ = case("--tolerance", "auto")
+        assert code == 0
+        assert "atol 8e-06 (auto: 8 x the golden's floor 1e-06; --tolerance, command line)" in out
+        Path("pyproject.toml").write_text('[tool.kdtr.diff]\ntolerance = "auto"\ntolerance-factor = 2\n')
+        code, out, _ = case()
+        assert code == 0
+        assert "atol 2e-06 (auto: 2 x the golden's floor 1e-06; --tolerance, pyproject.toml)" in out
+        document = json.loads(case("--format", "json")[1])
+        assert document["tolerance"]["tolerance"] == {"value": "auto", "origin": "--tolerance, pyproject.toml"}
+        assert document["tolerance"]["tolerance_factor"] == {"value": 2, "origin": "--tolerance-factor, pyproject.toml"}
+        assert 0.1 < document["tolerance"]["used"]["values"] < 1
+
+    def test_of_auto_and_a_bound_that_it_sets_the_command_line_s_wins_and_two_of_one_place_are_refused(self, case):
+        perturb(case.run, 1e-6)
+        floor = {"rows": 12, "values": 480, "max_abs": 1e-6, "max_ulp": 9, "max_kl": 1e-13}
+        case.golden.manifest["noise_floor"] = {"exact": floor}
+        settings = Path("pyproject.toml")
+        settings.write_text('[tool.kdtr.diff]\ntolerance = "auto"\ntolerance-factor = 2\n')
+        code, out, _ = case("--atol", "0.5")
+        assert (code, "atol 0.5 (--atol, command line)" in out, "auto" in out) == (0, True, False)
+        settings.write_text("[tool.kdtr.diff]\natol = 0.5\nmax-kl = 0.1\nmax-ulp = 1000000\n")
+        code, out, _ = case("--tolerance", "auto")
+        assert (code, "atol 8e-06 (auto" in out, "0.5" in out) == (0, True, False)
+        assert "at most 1000000 ULP (--max-ulp, pyproject.toml)" in out
+        settings.write_text('[tool.kdtr.diff]\natol = 0.5\ntolerance = "auto"\n')
+        code, out, err = case()
+        assert (code, out) == (2, "")
+        assert "--tolerance auto (--tolerance, pyproject.toml) sets what --atol (--atol, pyproject.toml) sets" in err
+        code, out, err = case("--tolerance", "auto", "--max-kl", "1")
+        assert (code, out, "--max-kl, command line" in err) == (2, "", True)
+        settings.unlink()
+        assert "needs --tolerance auto" in case("--tolerance-factor", "3")[2]
+
+    def test_a_suggestion_given_back_as_it_is_printed_passes(self, case):
+        perturb(case.run, 1e-4)
+        code, out, _ = case("--suggest")
+        assert code == 1
+        lines = out.splitlines()
+        at = next(i for i, line in enumerate(lines) if line.startswith("suggest "))
+        rules = [line.split() for line in lines[at + 1 :] if line.lstrip().startswith("--")]
+        assert len(rules) >= 4
+        for rule in rules:
+            assert case(*rule)[0] == 0, rule
+        document = json.loads(case("--suggest", "--format", "json")[1])
+        assert len(document["tolerance"]["suggested"]["rules"]) == len(rules)
+        case.run.one.logits["engine"][0, 0] = np.nan
+        assert "suggest nothing: " in case("--suggest", "--atol", "1")[1]
+
     def test_where_a_bound_came_from_is_printed(self, case):
         perturb(case.run, 1e-4)
         Path("pyproject.toml").write_text("[tool.kdtr.diff]\natol = 1e-3\n")

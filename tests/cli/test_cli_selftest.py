@@ -98,6 +98,13 @@ class TestGate:
         assert made.exit_code == 0, made.stdout
         assert made.stdout.splitlines()[-1].startswith("PASS selftest killed=4/4 false_red=0/1 ")
 
+    def test_the_golden_s_own_noise_floor_lets_no_bug_pass_that_moves_numbers(self):
+        made = kdtr("--gate", "--tolerance auto", "--only", "shift,latent-norm,int4-offset,bf16-router")
+        assert made.exit_code == 0, made.stdout + made.stderr
+        assert " killed=4/4 false_red=0/3 " in made.stdout.splitlines()[-1]
+        far = kdtr("--gate", "--tolerance auto --tolerance-factor 1e8 --allow-loose", "--only", "shift")
+        assert (far.exit_code, "survivors=shift" in far.stdout) == (1, True)
+
     def test_a_tie_that_is_let_pass_survives(self):
         made = kdtr("--gate", "--on-tie pass", "--only", "argmax-tie,argmax-tie-forced")
         assert made.exit_code == 1
@@ -139,6 +146,8 @@ class TestGate:
             ("--steps 2", "--steps is no tolerance"),
             ("--select a", "--select is no tolerance"),
             ("--output-file x", "--output-file is no tolerance"),
+            ("--suggest", "--suggest is no tolerance"),
+            ("--tolerance auto --atol 1", "leave one of the two out"),
             ("golden.h5", "unexpected extra argument"),
         ],
     )

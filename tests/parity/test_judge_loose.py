@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from parity_cases import golden_side, perturb, run_side
 
+from kdtr_cli.parity.baselines import Baselines
 from kdtr_cli.parity.judge import judge
-from kdtr_cli.parity.tolerances import JudgeOptions
+from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
 from kdtr_cli.parity.verdicts import Level, Verdict
 
 pytestmark = pytest.mark.quick
@@ -153,3 +154,14 @@ class TestTooLoose:
             r.logits["engine"] = -g.logits["exact"]
             g.tokens[:] = r.tokens[:] = 0
         assert report_of(golden, run).verdict is Verdict.PASS
+
+
+def test_of_a_row_with_fewer_values_only_those_that_are_there_count():
+    golden = np.array([[-9.0, 0.1, 0.2, 0.3]])  # far from uniform at id 0 alone
+    ids, there = np.array([[3, 2, 0]]), np.array([[True, True, False]])
+    passed = {}
+    for held in (None, there, ~there, np.zeros_like(there)):
+        baselines = Baselines(Tolerance(1.0, 0.0, None, None, {}), golden.dtype)
+        baselines.feed(golden, ids, held)
+        passed[None if held is None else int(held.sum())] = ZEROS in baselines.passed()
+    assert passed == {None: False, 2: True, 1: False, 0: False}

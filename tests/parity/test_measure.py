@@ -19,6 +19,7 @@ from kdtr_cli.parity.judge import judge
 from kdtr_cli.parity.logits import compare_logits
 from kdtr_cli.parity.measure import Measure, find_golden_nonfinite
 from kdtr_cli.parity.metrics import FAR, abs_difference, equal_rows, kl_divergence, top_k, ulp_distance
+from kdtr_cli.parity.needs import used_share
 from kdtr_cli.parity.ranks import TOP_KS
 from kdtr_cli.parity.tolerances import JudgeOptions, Tolerance
 from kdtr_cli.parity.verdicts import Level, Verdict
@@ -53,6 +54,8 @@ def assert_as_by_metrics(block, golden, run, tolerance):
     assert np.array_equal(block.max_ulp[~equal], ulps.max(axis=1)[~equal])
     ok = tolerance.values_within(difference, golden, ulps) & np.isfinite(run)
     assert block.out[~equal].tolist() == (~ok).sum(axis=1)[~equal].tolist()
+    shares = [used_share(*row) for row in zip(difference, tolerance.bound(golden), strict=True)]
+    assert block.share[~equal].tolist() == (np.array(shares)[~equal].tolist() if tolerance.rtol else [0] * sum(~equal))
     np.testing.assert_allclose(block.kl, np.where(equal, 0, kl_divergence(run, golden)), rtol=1e-9, atol=3e-14)
     size = module.curve_block_size(golden.shape[1])
     for lo in range(0, golden.shape[1], size):
@@ -96,6 +99,11 @@ class TestAgainstMetrics:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "TILE", tile)
             assert_as_by_metrics(measured(golden, run, tolerance), golden, run, tolerance)
+
+    def test_a_value_that_may_not_differ_and_does_not_uses_nothing_of_its_bound(self):
+        golden = np.array([[0, 1, 4], [0, 0, 4], [0, 1, 4]], np.float32)
+        run = np.array([[0, 1, 5], [-0.0, 0, 4], [1e-9, 1, 4]], np.float32)
+        assert measured(golden, run, rule(rtol=1 / 4)).share.tolist() == [1, 0, math.inf]
 
     @given(seed=st.integers(0, 10**6), vocab=st.sampled_from([1, 7, 40, 641]), bound=st.sampled_from([None, 2]))
     @settings(deadline=None, max_examples=30)

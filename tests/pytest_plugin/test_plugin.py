@@ -156,6 +156,15 @@ class TestParity:
         assert line in case.result[0].text  # its message pytest cuts short
         assert not list(project.folder.glob("**/*.partial"))
 
+    def test_the_tolerance_may_be_the_golden_s_own_noise_floor(self, project):
+        project.answer(1e-7)  # within what rounding does
+        project.run(code=1)
+        project.write("test_decode.py", DECODE.replace("answers())", "answers(), tolerance='auto')"))
+        project.run()
+        project.answer(1e-2)
+        out = project.run(code=1)
+        assert "max_abs_logit_diff=1.000e-02" in out
+
     def test_the_folder_of_goldens_is_the_ini_files_or_as_told(self, project):
         (project.folder / "goldens").rename(project.folder / "reference data")
         assert "no such golden" in project.run(code=1)
@@ -236,6 +245,8 @@ class TestUpdate:
             "float32": {"exact": False, "single": "float32"},
             "top": {"score": True, "logits": "top:7", "temperature": 0.5, "ignore_eos": True},
             "ddtree": {"drafting": DraftOptions("ddtree", "synthetic:0.5", 4, 4)},
+            "bf16": {"bf16": True},
+            "float64, bf16": {"exact": False, "bf16": True},
         }
         (project.folder / "p.jsonl").write_text('{"id": "ä", "ids": [3, 4]}\n{"id": "b", "ids": [5]}\n')
         prompts = PromptOptions(file=project.folder / "p.jsonl", seed=7)

@@ -119,6 +119,20 @@ def unverified() -> Report:
     return judged(golden, run, steps=3, select=("s0",))
 
 
+def suggested(size=1e-3, **options) -> Report:
+    golden, run = pair(score=True)
+    perturb(run, size)
+    floor = {"rows": 12, "values": 480, "max_abs": 1e-3, "max_ulp": 9, "max_kl": 1e-7}
+    golden.manifest["noise_floor"] = {"exact": floor}
+    return judged(golden, run, suggest=True, **options)
+
+
+def nothing_to_suggest() -> Report:
+    golden, run = pair()
+    run.one.logits["engine"][1, 1] = np.nan
+    return judged(golden, run, atol=1, suggest=True)
+
+
 def nothing() -> Report:
     golden, run = pair(sequences=0)
     return judged(golden, run)
@@ -217,6 +231,9 @@ def unopened() -> Report:
 
 
 REPORTS: dict[str, Callable[[], Report]] = {
+    "auto and suggested": lambda: suggested(tolerance="auto"),
+    "suggested, too loose": lambda: suggested(8.0, rtol=1e-3),
+    "nothing to suggest": nothing_to_suggest,
     "identical": identical,
     "within": within,
     "tie": tie,

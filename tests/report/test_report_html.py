@@ -15,6 +15,7 @@ from report_cases import NASTY, REPORTS, many
 
 from kdtr_cli.parity.drawn import MAX_DRAWN
 from kdtr_cli.parity.tolerances import TensorRule
+from kdtr_cli.report.headroom import suggestion_lines, used_line
 from kdtr_cli.report.html.page import report_html
 from kdtr_cli.report.html.parts import MAX_FINDINGS, MAX_LISTED
 from kdtr_cli.report.html.payload import MAX_NODES, MAX_TEXTS, bfloat16_codes
@@ -89,6 +90,16 @@ class TestDocument:
         assert {a["href"][1:] for t, a in made.attributes if t == "a"} <= set(ids)
         for _, a in made.attributes:
             assert set(a.get("aria-labelledby", "").split()) <= set(ids)
+
+    def test_the_floor_behind_a_bound_its_use_and_the_suggestion_are_shown(self):
+        report = REPORTS["auto and suggested"]()
+        text = page(report).text
+        assert report.tolerance.origins["atol"].startswith("auto: 8 x the golden's floor")
+        for said in (*report.tolerance.origins.values(), used_line(report), *suggestion_lines(report.suggestion)):
+            assert " ".join(said.split()) in text
+        assert "Suggested" not in page(REPORTS["within"]()).text
+        nothing = REPORTS["nothing to suggest"]()
+        assert f"nothing: {nothing.suggestion.reason}" in page(nothing).text
 
     @pytest.mark.parametrize("name", REPORTS)
     def test_nothing_unprintable_stands_in_it(self, name):

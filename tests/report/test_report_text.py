@@ -42,6 +42,40 @@ def shown(text, label):
     return [x for row in token_rows(text, label) for x in row]
 
 
+class TestTolerance:
+    def line(self, **options):
+        golden, run = pair(steps=6)
+        run.one.logits["engine"] += np.float32(0.25)
+        text = text_of(golden, run, **options)
+        return next((line for line in text.splitlines() if line.startswith("used ")), None)
+
+    def test_how_much_of_it_was_used_is_always_said(self):
+        assert self.line() is None
+        assert self.line(atol=0) is None
+        assert self.line(atol=1) == "used    25 % of atol"
+        assert self.line(atol=0.125) == "used    200 % of atol"
+        assert re.fullmatch(r"used    [0-9.e+]+ % of rtol", self.line(rtol=0.5))
+        assert re.fullmatch(r"used    [0-9.]+ % of atol \+ rtol \* \|golden\|", self.line(atol=1, rtol=0.5))
+        assert re.fullmatch(
+            r"used    25 % of atol, \S+ % of max_ulp, \S+ % of max_kl", self.line(atol=1, max_ulp=10**8, max_kl=1)
+        )
+
+    def test_of_what_is_not_finite_more_than_all(self):
+        golden, run = pair(steps=6)
+        run.one.logits["engine"][0, 0] = np.nan
+        assert "used    more than all of atol" in text_of(golden, run, atol=1)
+
+    def test_a_suggestion_stands_before_the_findings_and_names_what_is_too_loose(self):
+        golden, run = pair(steps=6)
+        perturb(run, 4.0)
+        lines = text_of(golden, run, atol=1e-3, suggest=True).splitlines()
+        first = lines.index("suggest the tightest that passes, each line by itself:")
+        assert re.fullmatch(r" {10}--atol [0-9.e-]+", lines[first + 1])
+        assert any(line.endswith("zeros would pass too)") for line in lines[first:])
+        assert lines[first - 1] == ""
+        assert any(line.startswith("error ") for line in lines[first:])
+
+
 class TestTokens:
     @pytest.mark.parametrize("width", [20, 40, 79, 100, 300])
     @pytest.mark.parametrize("steps", [1, 5, 24, 96])

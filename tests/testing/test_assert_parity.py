@@ -157,6 +157,21 @@ class TestMemory:
         assert refused(golden, rounded, tier="bf16").report.verdict is Verdict.INVALID
         assert assert_parity(golden, rounded, tier="bf16", rtol=2.0**-8, atol=1e-6).verdict is Verdict.PASS
 
+    def test_the_golden_s_own_noise_floor_is_a_bound(self, golden, right):
+        with open_bundle(golden) as bundle:
+            floor = bundle.manifest["noise_floor"]["exact"]["max_abs"]
+        moved = {n: replace(o, logits=o.logits.copy()) for n, o in right.items()}
+        moved["1"].logits[2, 5] += np.float32(4 * floor)
+        assert refused(golden, moved).report.verdict is Verdict.DIVERGED
+        report = assert_parity(golden, moved, tolerance="auto")
+        assert (report.verdict, report.tolerance.atol) == (Verdict.PASS, 8 * floor)
+        assert report.tolerance.origins["atol"].endswith("tolerance= of assert_parity")
+        error = refused(golden, moved, tolerance="auto", tolerance_factor=2)
+        assert error.report.verdict is Verdict.DIVERGED
+        assert refused(golden, moved, tier="bf16", tolerance="auto").report.verdict is Verdict.INVALID
+        with pytest.raises(InputError, match="leave one of the two out"):
+            assert_parity(golden, moved, tolerance="auto", atol=1.0)
+
     def test_what_the_engine_says_of_its_weights_is_compared(self, golden, right):
         with open_bundle(golden) as bundle:
             used = bundle.manifest["model"]["weights_used_sha256"]
@@ -191,6 +206,8 @@ class TestPaths:
             {},
             {"atol": 1e-4, "rtol": 0.0},
             {"max_ulp": 0, "max_kl": 1e-9},
+            {"tolerance": "auto"},
+            {"tolerance": "auto", "tolerance_factor": 2.5, "max_ulp": 3},
             {"steps": 2, "select": ("0", "1"), "on_tie": "warn", "allow_partial": True, "allow_loose": True},
         ],
     )

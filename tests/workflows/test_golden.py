@@ -75,8 +75,8 @@ class TestContent:
                 along = score(real, prompt, result.tokens)[len(prompt.ids) - 1 :]
                 np.testing.assert_allclose(sequence.array("logits/float64"), along, rtol=0, atol=1e-12)
                 apart.append(np.abs(result.logits - sequence.array("logits/float64")).max())
-        assert summary.max_difference == max(apart)
-        assert 0 < summary.max_difference < 1e-5
+        assert summary.floors["exact"].max_abs == max(apart)
+        assert 0 < summary.floors["exact"].max_abs < 1e-5
         assert summary.ties == 0
         assert summary.embedded
 
@@ -253,7 +253,7 @@ class TestForms:
         alone = self.arrays(tmp_path / "g.h5")
         assert set(alone) == {"logits/float64", "prompt_logits/float64"}
         np.testing.assert_allclose(alone["logits/float64"], full["logits/float64"], rtol=0, atol=1e-12)
-        assert summary.max_difference is None
+        assert summary.floors == {}
         with open_bundle(tmp_path / "g.h5") as bundle:
             assert bundle.manifest["arithmetic"] == ["float64"]
             assert bundle.sequences[0].tokens.tolist() == full["logits/float64"].argmax(-1).tolist()
@@ -365,7 +365,7 @@ class TestTrainedCheckpoint:
         summary = make(tmp_path / "g.h5", str(KIMI), PromptOptions(texts=("Once upon a time",)), steps=4)
         prompt, result = summary.sequences[0]
         assert summary.model.name == "tiny-kimi"
-        assert summary.max_difference < 1e-4
+        assert summary.floors["exact"].max_abs < 1e-4
         tokenizer = load_tokenizer(KIMI)
         assert tokenizer.decode(prompt.ids.tolist()) == "Once upon a time"
         assert tokenizer.decode(result.tokens.tolist()).isprintable()

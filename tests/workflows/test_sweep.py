@@ -88,7 +88,7 @@ class TestWhole:
     @pytest.mark.parametrize(
         "options",
         [
-            {"logits": "top:5", "score": True},
+            {"logits": "top:5", "score": True, "bf16": True},
             {"logits": "digest", "embed_weights": False},
             {"temperature": 0.8, "ignore_eos": True},
             {"drafting": DraftOptions("ddtree", "ngram", 4)},
@@ -106,8 +106,8 @@ class TestWhole:
         with pytest.raises(InputError, match="--shard-size 33: with --no-exact a multiple of 32"):
             make(tmp_path / "d", size=33, exact=False)
         prompts = PromptOptions(count=34, length=1)
-        make(tmp_path / "d", prompts, size=32, exact=False)
-        make_golden(GoldenOptions("tiny", tmp_path / "g.h5", prompts, 2, exact=False))
+        make(tmp_path / "d", prompts, size=32, exact=False, bf16=True)
+        make_golden(GoldenOptions("tiny", tmp_path / "g.h5", prompts, 2, exact=False, bf16=True))
         merge_sweep(tmp_path / "d", tmp_path / "m.h5", False)
         assert (tmp_path / "m.h5").read_bytes() == (tmp_path / "g.h5").read_bytes()
 

@@ -4,7 +4,9 @@ from html import escape
 
 from kdtr_cli.errors import Exit
 from kdtr_cli.parity.results import Report, SequenceResult, Side
+from kdtr_cli.parity.suggest import Suggestion
 from kdtr_cli.parity.verdicts import Finding, Verdict, first_word
+from kdtr_cli.report.headroom import suggestion_lines, used_line
 from kdtr_cli.report.line import verdict_line
 from kdtr_cli.report.meaning import MEANS
 from kdtr_cli.report.rest import rest_of
@@ -206,17 +208,29 @@ def tolerance(report: Report) -> str:
         bounds = {key: value for key in ("atol", "rtol", "max_ulp") if (value := getattr(rule, key)) is not None}
         said = ", ".join(f"{key} {value:g}" for key, value in bounds.items())
         rows.append([f"<code>{esc(rule.tensor, 120)}</code>", said, "of the tensors of that name", esc(rule.origin)])
-    for key in ("on_tie", "allow_partial", "allow_loose", "steps", "select"):
+    for key in ("tolerance", "tolerance_factor", "on_tie", "allow_partial", "allow_loose", "steps", "select"):
         value = getattr(o, key)
         if value is not None:
             shown = ", ".join(value) if isinstance(value, tuple) else {True: "yes", False: "no"}.get(value, value)
             rows.append([f"<code>{key}</code>", esc(shown), "", esc(o.origins.get(key, "default"))])
+    used = used_line(report)
+    used = "" if used is None else f"<p>Used: {esc(used)}.</p>"
     against = f"the golden's <b>{esc(report.reference)}</b> logits" if report.reference else "no logits: there are none"
     return (
         f'<section aria-labelledby="rules"><h2 id="rules">Rules</h2><p>Compared with {against}.</p>'
         + table(["Rule", "Value", "Means", "From"], rows, "Rules and where each came from", " r")
+        + used
+        + _suggestion(report.suggestion)
         + "</section>"
     )
+
+
+def _suggestion(suggestion: Suggestion | None) -> str:
+    if suggestion is None:
+        return ""
+    first, *rules = suggestion_lines(suggestion)
+    listed = "".join(f"<li><code>{esc(rule)}</code></li>" for rule in rules)
+    return f"<h3>Suggested</h3><p>{esc(first)}</p>" + (f"<ul>{listed}</ul>" if listed else "")
 
 
 def provenance(report: Report) -> str:
