@@ -58,7 +58,7 @@ def compare_logits(
         _compare_full(tally, golden, run, n_rows, rows_total, threads)
     else:
         _compare_parts(tally, golden, run, n_rows, rows_total)
-    return tally.result(_poorer(golden, run), n_rows, rows_total)
+    return tally.result(_poorer(golden, run, n_rows), n_rows, rows_total)
 
 
 def _compare_parts(tally: Tally, golden: Logits, run: Logits, n_rows: int, rows_total: int) -> None:
@@ -214,12 +214,21 @@ def _step(golden: Logits, run: Logits) -> int:
     return max(1, BLOCK_VALUES // max(1, *(w or 0 for w in widths)))
 
 
-def _poorer(golden: Logits, run: Logits) -> str:
+def _poorer(golden: Logits, run: Logits, n_rows: int) -> str:
     forms = [lg.form for lg in (golden, run)]
-    for form in ("digest", *(f"top{k}" for k in sorted(lg.k for lg in (golden, run)))):
-        if form in forms:
-            return form
-    return "full"
+    if "digest" in forms:
+        return "digest"
+    tops = [_least(lg, n_rows) for lg in (golden, run) if lg.rows is None]
+    return f"top{min(tops)}" if tops else "full"
+
+
+def _least(logits: Logits, n_rows: int) -> int:
+    """The K of the poorest of the rows: one may hold fewer values than others. A row without any is no top K at all,
+    and is counted as not measured."""
+    if logits.top_counts is None or not n_rows:
+        return logits.k
+    counts = logits.top_counts(0, n_rows)
+    return int(counts.min(initial=logits.k, where=counts > 0))
 
 
 def _same_digest(golden: Logits, run: Logits, g_scan: Scan | None, r_scan: Scan | None) -> bool:

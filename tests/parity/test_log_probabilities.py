@@ -167,3 +167,10 @@ class TestValues:
         assert report.verdict is Verdict.INCONCLUSIVE
         assert "zeros" in report.reason
         assert report_of((golden.evidence(), run), atol=1e-4).verdict is Verdict.PASS
+
+
+def test_the_line_names_the_poorest_row():
+    """A server that gives K values once and one value ever after has not been compared by its top K."""
+    assert report_of(pair(counts=[K, 1, 3, K, K, K])).totals.logits == "top1"
+    assert report_of(pair(counts=[K, 4, 3, 0, K, K])).totals.logits == "top3"
+    assert report_of(pair()).totals.logits == f"top{K}"
