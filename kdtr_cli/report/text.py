@@ -29,10 +29,13 @@ __all__ = ["Part", "report_parts", "report_text"]
 
 #: More sequences than these are counted only; those that do not agree are shown first.
 MAX_SEQUENCES = 32
+#: With more sequences than these, one that agrees stands in the table alone.
+MAX_DETAILED = 8
 MAX_FINDINGS = 40
 #: Of the tensors that are out, the first ones.
 MAX_TENSORS = 6
 _LABEL = 12
+_GOOD = (Verdict.IDENTICAL, Verdict.PASS)
 
 #: What rich prints, or a line as it is.
 Part = object
@@ -66,9 +69,14 @@ def report_parts(report: Report, look: Look) -> Iterator[Part]:
         yield ""
         yield overview_table(shown)
         yield from legend(shown, report.teacher_forced, look.unicode)
-    for result in shown:
+    detailed = shown if len(shown) <= MAX_DETAILED else [s for s in shown if s.verdict not in _GOOD]
+    for result in detailed:
         yield ""
         yield from _sequence(result, report.teacher_forced, look)
+    if len(detailed) < len(shown):
+        agree = f"{len(shown) - len(detailed)} sequences that agree stand in the table alone"
+        yield ""
+        yield f"{agree}; kdtr diff --select ID shows one"
     # of a sweep the report lists a part
     if (hidden := report.totals.sequences - MAX_SEQUENCES) > 0:
         counts = ", ".join(f"{n} {name}" for name, n in report.totals.verdicts.items())
@@ -154,8 +162,7 @@ def _tensor_rule(rule: TensorRule) -> str:
 def _shown(sequences: Sequence[SequenceResult]) -> list[SequenceResult]:
     if len(sequences) <= MAX_SEQUENCES:
         return list(sequences)
-    good = (Verdict.IDENTICAL, Verdict.PASS)
-    by_need = sorted(sequences, key=lambda s: s.verdict in good)[:MAX_SEQUENCES]
+    by_need = sorted(sequences, key=lambda s: s.verdict in _GOOD)[:MAX_SEQUENCES]
     return sorted(by_need, key=lambda s: s.index)
 
 

@@ -64,6 +64,10 @@ def kind_of(path: Path) -> str:
         return "npy"
     if head.lstrip()[:1] == b"{":
         return "json"
+    if head[:8] == b"\x89HDF\r\n\x1a\n":
+        raise EngineError(
+            f"{path.name} is an HDF5 file, not npz, safetensors or JSON; a run bundle goes to 'kdtr diff' as it is"
+        )
     raise EngineError(f"{path.name} is neither npz nor safetensors nor JSON ({path.stat().st_size} bytes)")
 
 

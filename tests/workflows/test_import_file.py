@@ -252,6 +252,7 @@ LIES = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1099511627776, 512),
 HOSTILE = {
     "nothing": (b"", "neither npz"),
     "garbage": (os.urandom(100) + b"\0", "neither npz|not a"),
+    "a bundle": (b"\x89HDF\r\n\x1a\n" + bytes(100), "is an HDF5 file.*a run bundle goes to 'kdtr diff' as it is"),
     "a pickle": (pickle.dumps([1]), "neither npz"),
     "objects": (npy(np.array([1, 2], object)), "never reads"),
     "an npy of lies": (HEAD + len(LIES).to_bytes(2, "little") + LIES, "its shape needs"),
