@@ -1,9 +1,10 @@
 """The judgement of one sequence's trace. It can add a fault to what tokens and logits say, never take one away.
 
 At tolerance 0 every value of a trace counts, whatever the logits say. With a tolerance, which is made for logits, a
-tensor that is out of it is a warning, unless a rule of its own bounds it.
+tensor that is out of it is a warning, unless a rule of its own bounds it; one that is not finite never passes.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -50,7 +51,12 @@ def judge_traces(
     found = replace(found, hint=hint, message=message)
     place = {"step": found.step, "hint": hint}
     decisive = first if first.decides else next((t for t in found.tensors if t.rows_out and t.decides), None)
-    if decisive is not None:
+    broken = next((t for t in found.tensors if t.max_abs is not None and not math.isfinite(t.max_abs)), None)
+    if broken is not None and decisive is None:
+        # no tolerance is made for it, and none lets it pass
+        also = "" if broken is first else f"; the run's {broken.name} is not finite"
+        findings.add("trace.nonfinite", message + also, Verdict.DIVERGED, **{**place, "hint": "nonfinite"})
+    elif decisive is not None:
         also = "" if decisive is first else f"; {_out(decisive)}, which a rule bounds"
         findings.add("trace.parted", message + also, Verdict.DIVERGED, **place)
     else:

@@ -66,6 +66,8 @@ def _further(report: Report) -> list[tuple[str, object]]:
         pairs.append(("extra", t.extra))
     if t.first_tensor is not None:
         pairs.append(("first_tensor", safe(":".join(map(str, t.first_tensor)))))
+    if any(f.code == "tolerance.too_loose" and f.verdict is None for f in report.findings):
+        pairs.append(("tolerance", "loose"))  # --allow-loose: zeros or shuffled logits would pass too
     return pairs
 
 

@@ -51,6 +51,24 @@ def test_with_a_tolerance_it_is_a_warning():
     assert report.verdict is Verdict.PASS  # not all bits
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", [ROUTER, "final_norm"])
+def test_what_is_not_finite_passes_no_tolerance(value, name):
+    golden, run = off()
+    run.one.trace[name] = run.one.trace[name].copy()
+    run.one.trace[name][-1, 3] = value
+    for atol in (1e6, 1e-3):  # by the second the router's logits part before it
+        report = judged(golden, run, atol=atol, allow_loose=True)
+        (finding,) = (f for f in report.findings if f.code == "trace.nonfinite")
+        assert (finding.verdict, finding.hint) == (Verdict.DIVERGED, "nonfinite")
+        assert name in finding.message
+        assert "not finite" in finding.message
+        assert report.verdict is Verdict.DIVERGED
+    # nor one of its own, which decides by itself
+    report = judged(golden, run, TensorRule("*", atol=1e30), atol=1e6, allow_loose=True)
+    assert report.verdict is Verdict.DIVERGED
+
+
 def test_unless_a_rule_bounds_it():
     report = judged(*off(), TensorRule("*.router_logits", atol=1e-6), atol=1e-3)
     assert report.verdict is Verdict.DIVERGED

@@ -251,3 +251,13 @@ def test_the_first_tensor_stands_last_of_the_pairs():
     for report, first in ((REPORTS["traced"](), 0), (REPORTS["trace parts"](), 1)):
         combined.add(report, first)
     assert " first_tensor=1:0:model.layers.1.self_attn.q_latent " in verdict_line(combined.report("g", "r"))
+
+
+def test_a_tolerance_that_would_let_anything_pass_is_said():
+    golden, run = pair()
+    perturb(run, 1e-3)
+    assert " tolerance=loose verdict=PASS" in line(golden, run, atol=1e9, allow_loose=True)
+    assert "loose" not in line(golden, run, atol=1e-2, allow_loose=True)  # allowed, and not made use of
+    refused = line(golden, run, atol=1e9)
+    assert "tolerance=loose" not in refused
+    assert "verdict=INCONCLUSIVE" in refused
