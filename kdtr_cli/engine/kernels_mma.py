@@ -50,6 +50,9 @@ MLA_LATENT, MLA_WIDTH, _MLA_HEADS = 512, 576, 16
 _RANGE_SIZES = ((2048, 64), (16384, 128), (65536, 256))  # up to this length, positions of a range
 
 
+_RESERVED = 1024  # bytes of a block's shared memory that the compiler keeps for itself from sm_90 on
+
+
 def _mla_shared(heads: int) -> int:
     return 2 * 32 * 1168 + heads * (1152 + 64 + 28) + 16
 
@@ -97,7 +100,7 @@ def has_mla(kind: str, heads: int, latent: int, rope: int) -> bool:
 def mla_decode(rows: int, positions: int, heads: int, shared: int) -> str:
     """The kernel for this many rows and heads that see up to this many positions, on a device that gives a block this
     much shared memory; the bits are the same."""
-    wide = heads % 32 == 0 and (rows > 1 or positions > 16384) and shared >= _mla_shared(32)
+    wide = heads % 32 == 0 and (rows > 1 or positions > 16384) and shared >= _mla_shared(32) + _RESERVED
     return f"mla_decode_h{32 if wide else 16}"
 
 
@@ -228,7 +231,7 @@ def _mla_kernel(heads: int) -> Kernel:
         shared=lambda d: _mla_shared(heads),
         tolerance=_SOFTMAX,
         gpu_only=True,
-        shared_limit=_mla_shared(heads) if heads > 16 else SHARED_LIMIT,
+        shared_limit=_mla_shared(heads) + _RESERVED if heads > 16 else SHARED_LIMIT,
         bytes=lambda d: (
             2 * d["rows"] * d["capacity"] * MLA_WIDTH + 8 * d["rows"] * d["heads"] * d["ranges"] * MLA_LATENT
         ),
