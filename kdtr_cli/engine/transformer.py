@@ -242,40 +242,42 @@ class Transformer:
         observe(f"{name}values", self.values)
         self.launch.matmul(self.values, layer.o, self.hidden, m, bias=layer.o_bias, residual=self.hidden)
 
-    def _experts(self, i: int, m: int, observe: Observe) -> None:
-        c, layer = self.config, self.weights.layers[i]
-        name = f"model.layers.{i}.mlp"
-        experts, slots, hidden, each = c.n_routed_experts, c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size
-        items = m * slots
+    def _route(self, i: int, m: int, x: DeviceArray, tile: int, observe: Observe) -> dict:
+        """x [M, hidden] -> layer i's choice of experts; returns the arguments that list its items in tiles."""
+        c, layer, name = self.config, self.weights.layers[i], f"model.layers.{i}.mlp"
+        experts, items = c.n_routed_experts, m * c.num_experts_per_tok
         ids = self.ids.view(i * self.ids.shape[1], (self.ids.shape[1],))
-        tile = expert_tile(m)
-        self.launch.matmul(self.normed, layer.router, self.router_logits, m)
+        self.launch.matmul(x, layer.router, self.router_logits, m)
         observe(f"{name}.router_logits", self.router_logits)
-        self.launch(
-            "router",
-            logits=self.router_logits,
-            bias=layer.router_bias,
-            ids=ids,
-            weights=self.expert_weights,
-            rows=m,
-            experts=experts,
-            **c.router(),
-        )
+        choice = {"ids": ids, "weights": self.expert_weights, **c.router()}
+        self.launch("router", logits=self.router_logits, bias=layer.router_bias, rows=m, experts=experts, **choice)
         observe(f"{name}.expert_weights", self.expert_weights)
         lists = {"items": self.items, "tiles": self.tiles, "tile_count": self.tile_count}
         self.launch("group_experts", ids=ids, item_count=items, experts=experts, tile=tile, **lists)
         observe(f"{name}.expert_items", self.items)
-        most = most_tiles(items, experts, tile)
+        return {**lists, "tile_places": most_tiles(items, experts, tile)}
+
+    def _combine(self, m: int, shared: DeviceArray | None) -> None:
+        """hidden += the weighted experts (+ shared)."""
+        sums = {"expert": self.items_out, "weights": self.expert_weights, "shared": shared}
+        size = {"rows": m, "slots": self.config.num_experts_per_tok, "n": self.config.hidden_size}
+        self.launch("combine", residual=self.hidden, y=self.hidden, **sums, **size)
+
+    def _experts(self, i: int, m: int, observe: Observe) -> None:
+        c, layer = self.config, self.weights.layers[i]
+        name, tile = f"model.layers.{i}.mlp", expert_tile(m)
+        items = m * c.num_experts_per_tok
+        lists = self._route(i, m, self.normed, tile, observe)
 
         def product(x: DeviceArray, w: Matrix, y: DeviceArray, items_a_row: int) -> None:
             n, k = w.shape[1:]
             kernel = expert_matmul(self.device.kind, tile, k, w.form)
-            size = {"n": n, "k": k, "items_a_row": items_a_row, "tile_places": most}
+            size = {"n": n, "k": k, "items_a_row": items_a_row}
             self.launch(kernel, x=x, y=y, **w.arguments, **size, **lists)
 
-        product(self.normed, layer.experts_gate_up, self.items_gate_up, slots)
+        product(self.normed, layer.experts_gate_up, self.items_gate_up, c.num_experts_per_tok)
         observe(f"{name}.experts_gate_up", self.items_gate_up)
-        self.launch("swiglu", gate_up=self.items_gate_up, h=self.items_hidden, rows=items, n=each)
+        self.launch("swiglu", gate_up=self.items_gate_up, h=self.items_hidden, rows=items, n=c.moe_intermediate_size)
         observe(f"{name}.experts_swiglu", self.items_hidden)
         product(self.items_hidden, layer.experts_down, self.items_out, 1)
         observe(f"{name}.experts_out", self.items_out)
@@ -284,17 +286,7 @@ class Transformer:
             shared = self.shared_out
             self._mlp(layer, m, shared, None, f"{name}.shared_", observe)
             observe(f"{name}.shared_out", shared)
-        self.launch(
-            "combine",
-            expert=self.items_out,
-            weights=self.expert_weights,
-            shared=shared,
-            residual=self.hidden,
-            y=self.hidden,
-            rows=m,
-            slots=slots,
-            n=hidden,
-        )
+        self._combine(m, shared)
 
     def forward(self, rows: Rows, positions: int, observe: Observe = unobserved, tree: TreeRows | None = None) -> None:
         """Feed rows; leaves the final norm's output in ``normed`` [M, hidden].

@@ -211,33 +211,15 @@ class Bf16Transformer(Transformer):
             self.launch("attn16_combine", n=c.kv_lora_rank, **end, **parts)
 
     def _experts(self, i: int, m: int, observe: Observe) -> None:
-        c, layer = self.config, self.weights.layers[i]
-        name = f"model.layers.{i}.mlp"
-        experts, slots, hidden = c.n_routed_experts, c.num_experts_per_tok, c.hidden_size
-        items = m * slots
-        ids = self.ids.view(i * self.ids.shape[1], (self.ids.shape[1],))
-        self.launch.matmul(self.router_rows, layer.router, self.router_logits, m)
-        observe(f"{name}.router_logits", self.router_logits)
-        self.launch(
-            "router",
-            logits=self.router_logits,
-            bias=layer.router_bias,
-            ids=ids,
-            weights=self.expert_weights,
-            rows=m,
-            experts=experts,
-            **c.router(),
-        )
-        observe(f"{name}.expert_weights", self.expert_weights)
-        lists = {"items": self.items, "tiles": self.tiles, "tile_count": self.tile_count}
-        self.launch("group_experts", ids=ids, item_count=items, experts=experts, tile=_EXPERT_ROWS, **lists)
-        most = most_tiles(items, experts, _EXPERT_ROWS)
+        c, layer, name = self.config, self.weights.layers[i], f"model.layers.{i}.mlp"
+        slots = c.num_experts_per_tok
+        lists = self._route(i, m, self.router_rows, _EXPERT_ROWS, observe)
         for part, x, w, out, items_a_row in (
             ("gate_up", self.normed, layer.experts_gate_up, {"h": self.items_hidden}, slots),
             ("down", self.items_hidden, layer.experts_down, {"y": self.items_out}, 1),
         ):
             n, k = w.shape[-2:]
-            size = {"n": n, "k": k, "items_a_row": items_a_row, "tile_places": most}
+            size = {"n": n, "k": k, "items_a_row": items_a_row}
             self.launch(mma_expert(part, k), x=x, w=w.w, **out, **size, **lists)
         observe(f"{name}.experts_out", self.items_out)
         shared = None
@@ -245,17 +227,7 @@ class Bf16Transformer(Transformer):
             shared = self.shared_out
             self._dense(layer, m, shared, None)
             observe(f"{name}.shared_out", shared)
-        self.launch(
-            "combine",
-            expert=self.items_out,
-            weights=self.expert_weights,
-            shared=shared,
-            residual=self.hidden,
-            y=self.hidden,
-            rows=m,
-            slots=slots,
-            n=hidden,
-        )
+        self._combine(m, shared)
 
     def forward(self, rows: Rows, positions: int, observe: Observe = unobserved, tree: TreeRows | None = None) -> None:
         c, m = self.config, rows.tokens.size

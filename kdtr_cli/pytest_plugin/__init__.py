@@ -27,7 +27,7 @@ __all__ = ["State", "kdtr", "on_ci"]
 @dataclass
 class State:
     """What one pytest process knows: the folder of goldens, where failed runs are kept (None: nowhere), whether goldens
-    are made anew, and of this session the goldens that tests asked for and what became of those made anew."""
+    are made anew, which goldens its tests asked for, and what became of those made anew."""
 
     goldens: Path
     save: Path | None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kdtr_cli.engine.devices import open_device
 from kdtr_cli.engine.devices.cpu import CpuDevice
-from kdtr_cli.engine.devices.device import GUARD_BYTES
+from kdtr_cli.engine.devices.device import GUARD_BYTES, Device
 from kdtr_cli.errors import DeviceError
 
 CU = Path(__file__).parent / "cu"
@@ -157,3 +157,11 @@ def test_a_guard_zone_reads_as_nan():
             beside = d.alloc("beside", 1, f32)
             object.__setattr__(beside, "ptr", a.ptr + offset)
             assert np.isnan(d.read(beside)).all()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("missing", sorted(Device.__abstractmethods__))
+def test_a_device_that_lacks_an_operation_is_refused_before_it_runs(missing):
+    brought = {name: lambda self: None for name in Device.__abstractmethods__ - {missing}}
+    with pytest.raises(TypeError, match=rf"abstract method '?{missing}'?$"):
+        type("Half", (Device,), brought)("cpu")

@@ -5,6 +5,7 @@ worked on; everything that can be checked without looking at the bytes is checke
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,7 +122,7 @@ class Graph:
             device._replay(self.handle)
 
 
-class Device:
+class Device(ABC):
     """The common half of the two devices; ``open_device`` gives one. Not safe for use by several threads at once."""
 
     kind: str
@@ -239,9 +240,9 @@ class Device:
         self._outside_capture(f"load kernel {entry}")
         return self._kernel(file, entry)
 
+    @abstractmethod
     def compile(self, files: Iterable[str | Path]) -> None:
         """Compiles several files, as many at a time as there are processors; kernel() then finds them ready."""
-        raise NotImplementedError
 
     def launch(
         self,
@@ -305,43 +306,43 @@ class Device:
 
     # ---- what a device brings ----------------------------------------------------------------------------------------
 
+    @abstractmethod
     def describe(self) -> dict[str, str]:
         """device, driver and compiler, for a bundle's manifest: no path, no clock, no number of jobs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Waits until everything launched has ended; a fault of a kernel shows here at the latest."""
-        raise NotImplementedError
 
-    def _take(self, name: str, nbytes: int) -> tuple[int, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _take(self, name: str, nbytes: int) -> tuple[int, Any]: ...
 
-    def _fill(self, ptr: int, byte: int, nbytes: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _fill(self, ptr: int, byte: int, nbytes: int) -> None: ...
 
-    def _to_device(self, ptr: int, data: np.ndarray) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _to_device(self, ptr: int, data: np.ndarray) -> None: ...
 
-    def _from_device(self, out: np.ndarray, ptr: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _from_device(self, out: np.ndarray, ptr: int) -> None: ...
 
-    def _kernel(self, file: str | Path, entry: str) -> Kernel:
-        raise NotImplementedError
+    @abstractmethod
+    def _kernel(self, file: str | Path, entry: str) -> Kernel: ...
 
-    def _attributes(self, kernel: Kernel) -> dict[str, int]:
-        raise NotImplementedError
+    @abstractmethod
+    def _attributes(self, kernel: Kernel) -> dict[str, int]: ...
 
-    def _check(self, kernel: Kernel, args: Sequence[Arg]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check(self, kernel: Kernel, args: Sequence[Arg]) -> None: ...
 
-    def _launch(self, kernel: Kernel, grid: tuple, block: tuple, args: Sequence[Arg], shared: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _launch(self, kernel: Kernel, grid: tuple, block: tuple, args: Sequence[Arg], shared: int) -> None: ...
 
-    def _record(self, fn: Callable[[], object]) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _record(self, fn: Callable[[], object]) -> Any: ...
 
-    def _replay(self, handle: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _replay(self, handle: Any) -> None: ...
 
 
 _EDGE = {"before": "first element", "after": "last element"}
