@@ -14,6 +14,7 @@ from trace_cases import DENSE, MOE, noise, traced_pair
 from kdtr_cli.parity import logits as logits_module
 from kdtr_cli.parity.combine import Combined
 from kdtr_cli.parity.judge import judge
+from kdtr_cli.parity.suggest import suggest
 from kdtr_cli.parity.tolerances import JudgeOptions, TensorRule
 from kdtr_cli.parity.verdicts import Verdict
 
@@ -259,6 +260,16 @@ class TestNothingToSuggest:
         golden, run = pair()
         run.manifest["model"]["weights_used_sha256"] = "0" * 64
         assert "other weights" in self.said(golden, run)
+
+
+@pytest.mark.parametrize("change", [{"rows_compared": 1}, {"rows_unmeasured": 1}])
+@pytest.mark.parametrize("allow_partial", [False, True])
+def test_rows_that_were_not_measured_leave_nothing_to_suggest(change, allow_partial):
+    result = report_of(*pair(), atol=1.0).sequences[0].logits
+    assert suggest([("p0", result)], [], allow_partial).rules
+    said = suggest([("p0", replace(result, **change))], [], allow_partial)
+    assert not said.rules
+    assert "'p0': not all logits were measured" in said.reason
 
 
 def test_equal_logits_need_nothing():
